@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from wanma.data.cache import node_cache
 from wanma.data.datasets.load_times import USER_DATASET_PARTS, LoadTimes
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.opening import open_dataset
-from wanma.data.stores.client import StoreTraffic
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.train import TrainSection
 
@@ -27,8 +27,8 @@ def test_only_reading_of_own_datasets_counts_samples() -> None:
 
 
 def test_the_work_of_a_loader_process_is_added_to_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    traffic = {"s3": StoreTraffic(requests=2, received_bytes=10)}
-    monkeypatch.setattr(node_cache, "store_traffic", lambda: traffic)
+    traffic = Counter({("store_requests", "s3"): 2, ("store_bytes", "s3"): 10})
+    monkeypatch.setattr(node_cache, "store_traffic", traffic.copy)
     process, rank = LoadTimes(USER_DATASET_PARTS), LoadTimes(USER_DATASET_PARTS)
     with process.measure("dataset"):
         pass

@@ -223,7 +223,7 @@ def test_labels_are_read_side_by_side_with_progress(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fields, "read_each", read_each)
     seen: list[tuple[int, int]] = []
     (source,) = open_image_sources(section(tmp_path), lambda *done: seen.append(done))
-    assert source.images.classes.count == 3
+    assert source.classes.count == 3
     size = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
     assert seen[-1] == (size, size)
     of_labels = seen[len(seen) - (COUNT + 3) // 4 :]

@@ -17,7 +17,7 @@ from support.failing_storage import FailingFileSystem, register
 from wanma.data.documents.text_files import _chunk_end, list_documents, read_chunks
 from wanma.data.formats.compression import detect_compression
 from wanma.data.formats.format import BadDataError
-from wanma.data.stores.filesystems import is_remote_entry, uses_async_filesystem
+from wanma.data.stores.filesystems import is_remote_entry
 from wanma.data.stores.remote_file import open_file
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import JobError, WanmaError
@@ -210,12 +210,9 @@ def test_asynchronous_storage_is_known_by_its_url() -> None:
         protocol = "wanma-remote"
 
     fsspec.register_implementation("wanma-remote", Remote, clobber=True)
-    assert uses_async_filesystem("wanma-remote://bucket/x")
-    assert uses_async_filesystem("simplecache::wanma-remote://bucket/x")
-    assert not uses_async_filesystem("memory://x")
-    assert not uses_async_filesystem("/tmp/x")
-    assert not uses_async_filesystem("stdlib")
     assert is_remote_entry("webhdfs://host/x")
     assert is_remote_entry("wanma-remote://bucket/x")
+    assert is_remote_entry("simplecache::wanma-remote://bucket/x")
     assert not is_remote_entry("memory://x")
+    assert not is_remote_entry("/tmp/x")
     assert not is_remote_entry("stdlib")

@@ -16,6 +16,7 @@ import pytest
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.console import PlainConsole
+from wanma.observe.console.dataset_progress import show_dataset_progress
 from wanma.observe.console.opening import open_console
 from wanma.observe.console.progress import DownsampledSeries, RunProgress, recovery_text, sparkline
 
@@ -266,3 +267,11 @@ def test_drawing_while_events_arrive_does_not_fail(tmp_path: Path) -> None:
             number += 1
             console.write(step(number))
     assert f"run directory: {tmp_path}" in stream.getvalue()
+
+
+def test_work_on_data_that_ends_soon_shows_no_line_without_a_terminal() -> None:
+    stream = io.StringIO()
+    with show_dataset_progress(is_quiet=False, stream=stream) as progress:
+        progress(0, 100)
+        progress(100, 100)
+    assert stream.getvalue() == ""

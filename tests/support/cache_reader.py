@@ -16,14 +16,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import s3fs  # noqa: F401  (its import takes longer than all reads)
 
 from wanma.data.cache.node_cache import NodeCache
-from wanma.data.stores.client import StoreTraffic, store_traffic
+from wanma.data.stores.client import store_traffic
 from wanma.data.stores.listing import list_files
 from wanma.elastic.workers.linux_processes import process_state
 
@@ -123,8 +123,8 @@ def _read(cache_folder: str, limit: int, block: int, seed: int, urls: list[str])
     hashes = [hashlib.sha256(content).hexdigest() for content in contents]
     return {
         "hashes": hashes,
-        "cache": asdict(cache.traffic),
-        "store": asdict(store_traffic().get("s3", StoreTraffic())),
+        "downloads": cache.traffic["cache_blocks", "miss"],
+        "requests": store_traffic()["store_requests", "s3"],
     }
 
 

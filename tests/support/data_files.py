@@ -22,7 +22,6 @@ from PIL import Image
 
 from wanma.data.formats.arrays import Cifar, Idx, NumpyArrays
 from wanma.data.formats.arrow_tables import ArrowTables, Parquet
-from wanma.data.formats.compression import MemorySource
 from wanma.data.formats.csv_rows import Csv
 from wanma.data.formats.format import FileGroup, Format
 from wanma.data.formats.hugging_face import HuggingFaceDataset
@@ -32,7 +31,7 @@ from wanma.data.formats.megatron import Megatron
 from wanma.data.formats.tar_samples import TarSamples
 from wanma.data.formats.text import TextDocuments, TextLines
 from wanma.data.formats.tfrecord import TFRecord, masked_crc
-from wanma.data.stores.byte_source import ByteSource, MappedFile
+from wanma.data.stores.byte_source import ByteSource, MappedFile, MemorySource
 
 Record = dict[str, Any]
 

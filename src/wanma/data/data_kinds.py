@@ -6,6 +6,7 @@ No torch here: commands ask before they plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from wanma.data.documents.record_fields import TOKEN_FIELDS, first_fields
@@ -13,9 +14,8 @@ from wanma.data.documents.text_files import STANDARD_LIBRARY
 from wanma.data.formats.detection import best_format, detect_format, format_named, known_formats, probe_file
 from wanma.data.formats.format import BadDataError
 from wanma.data.images.fields import IMAGE_FIELDS
-from wanma.data.images.image_files import find_image_files
-from wanma.data.images.image_splits import may_be_known_by_name, only_entry
-from wanma.data.index.records import is_description
+from wanma.data.images.image_splits import find_known_images
+from wanma.data.index.records import without_descriptions
 from wanma.data.stores.listing import list_files
 from wanma.data.stores.remote_file import OpenableFile
 from wanma.job.errors import JobError, WanmaError
@@ -83,7 +83,7 @@ def _resolve(source: Source, table: str) -> Source:
         if STANDARD_LIBRARY in source.entries:
             return source.model_copy(update={"kind": "text"}) if source.is_open_kind else source
         listed = list_files(source.entries, f"{table}.{source.entries_key}")
-        files = [OpenableFile(file) for file in listed if file.is_named or not is_description(file.url)]
+        files = [OpenableFile(file) for file in without_descriptions(listed)]
         _check_format(source, files, table)
         return _find_kind(source, files, table, listed[0].is_named) if source.is_open_kind else source
     except _ContentError:
@@ -119,8 +119,9 @@ def _find_kind(source: Source, files: Sequence[OpenableFile], table: str, is_nam
         named = source.columns.model_copy(update=columns)
         return source.model_copy(update={"kind": kind, **({"columns": named} if columns else {})})
 
-    if may_be_known_by_name(source) and _is_known_by_name(source):
-        return of_kind("images")
+    with suppress(WanmaError):  # other images say what is wrong when they are read
+        if find_known_images(source, table) is not None:
+            return of_kind("images")
     try:
         data_format = format_named(source.format) if source.format else detect_format(files)
         groups = data_format.group(files)
@@ -148,11 +149,3 @@ def _find_kind(source: Source, files: Sequence[OpenableFile], table: str, is_nam
         f"name them by their use in {table}.columns: text, tokens, messages, image, user and item, or "
         "features and target",
     )
-
-
-def _is_known_by_name(source: EntriesSection) -> bool:
-    path = only_entry(source.entries)
-    try:
-        return path is not None and bool(find_image_files(path).train)
-    except WanmaError:
-        return False

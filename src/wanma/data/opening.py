@@ -13,14 +13,14 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.data.cache.node_cache import Traffic
 from wanma.data.cache.prepared_entries import mark_prepared_entries
 from wanma.data.documents.text_files import STANDARD_LIBRARY
-from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files, read_image_files
-from wanma.data.images.image_splits import may_be_known_by_name, only_entry
+from wanma.data.images.image_files import read_image_files
+from wanma.data.images.image_splits import find_known_images
 from wanma.data.images.stored_images import open_image_sources
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.sampling.order import Shuffle
+from wanma.data.stores.client import Traffic
 from wanma.data.stores.filesystems import is_remote_entry
 from wanma.data.text.corpus import (
     build_token_files,
@@ -68,7 +68,7 @@ def prepare_job_data(
         for _, part in part_sections(section):
             traffic += prepare_job_data(part, progress, announce)
     elif section.has_images:
-        if _find_image_files(section) is None:
+        if find_known_images(section, "data") is None:
             open_image_sources(section, progress)
     elif section.has_table and not section.has_factory:
         from wanma.data.tables.table_dataset import open_tables
@@ -185,7 +185,7 @@ def part_sections(section: DataSection) -> list[tuple[str, DataSection]]:
         )
     sections = [(entry, section.model_copy(update={key: [entry], "placement": "shared"})) for entry in found]
     for entry, part in sections:
-        if part.has_images and _find_image_files(part) is not None:
+        if part.has_images and find_known_images(part, "data") is not None:
             raise JobError(
                 f"data.placement = 'parts' is not supported for '{entry}': arrays are normalized by their "
                 "own mean",
@@ -208,31 +208,14 @@ def _open_parts(section: DataSection, train: TrainSection, total: int) -> Batche
     )
 
 
-def _find_image_files(section: DataSection) -> ImageFiles | None:
-    """Return the files of data sets that are read into memory; None: images in any other format.
-
-    Raises:
-        JobError: nothing is there.
-    """
-    path = only_entry(section.entries)
-    if path is None or section.sources or not may_be_known_by_name(section):
-        return None
-    try:
-        return find_image_files(path, f"data.{section.entries_key}")
-    except UnknownImagesError:
-        return None
-
-
 def _open_images(section: DataSection, train: TrainSection, total: int) -> BatchedDataset:
-    if _find_image_files(section) is None:
+    if find_known_images(section, "data") is None:
         from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 
         return StoredImageDataset(open_image_sources(section), section, seed=train.seed, total_samples=total)
     from wanma.data.datasets.image_dataset import ImageDataset
 
-    path = only_entry(section.entries)
-    assert path is not None
-    images, test = read_image_files(path, f"data.{section.entries_key}")
+    images, test = read_image_files(section.entries[0], f"data.{section.entries_key}")
     return ImageDataset(
         images,
         test,

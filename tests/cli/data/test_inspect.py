@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from support.chats import conversations, tokens_of, write_chats, write_tokenizer
 from support.data_command import DataCommand
 from support.data_files import CASES, write_case
+from wanma.data.text.tokenizer import load_tokenizer
 
 RECORDS = [
     {"text": "horse " * number, "id": number, "url": None if number % 2 else "u"} for number in range(1, 41)
@@ -243,3 +245,20 @@ def test_without_pyarrow_parquet_names_its_extra(data: DataCommand, monkeypatch:
     ran = data("inspect", "in")
     assert ran.code == 2
     assert "pip install 'wanma[data]'" in ran.told_once()
+
+
+@pytest.mark.parametrize("is_job", [True, False], ids=["job", "file"])
+def test_tokens_of_conversations_are_counted_by_the_chat_template(is_job: bool, data: DataCommand) -> None:
+    chats = conversations(5)
+    write_chats(data.folder / "chats.jsonl", chats)
+    folder = write_tokenizer(data.folder / "tokenizer")
+    (data.folder / "job.toml").write_text(
+        '[model]\npreset = "gpt-1m"\n[data]\npath = "chats.jsonl"\ntokenizer = "tokenizer"\n'
+    )
+    asked = ("job.toml",) if is_job else ("chats.jsonl", "--tokenizer", "tokenizer")
+    (source,) = data.json("inspect", *asked, "--sequence-length", "64")
+    tokenizer = load_tokenizer(folder)
+    lengths = [len(tokens_of(tokenizer, chat)) for chat in chats]
+    found = source["token_lengths"]
+    assert (found["minimum"], found["maximum"], found["total"]) == (min(lengths), max(lengths), sum(lengths))
+    assert source["packing"] is None, "a row holds whole conversations"

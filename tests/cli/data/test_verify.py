@@ -218,3 +218,16 @@ def test_several_processes_read_from_s3(data: DataCommand, monkeypatch: pytest.M
             s3.put(f"folder/{number}.jsonl", b'{"text": "a"}\n{"text"\n')
         found = data.json("verify", "s3://bucket/folder", "--processes", "2", code=1)
     assert [one["row"] for one in found["damages"]] == [1, 1, 1, 1]
+
+
+def test_data_without_a_row_are_not_whole(data: DataCommand) -> None:
+    (data.folder / "a.jsonl").touch()
+    (data.folder / "b.csv").write_text("x,y\n")
+    for arguments, cause in (
+        (("a.jsonl", "--format", "jsonl"), "it is empty"),
+        (("b.csv",), "it holds no row"),
+    ):
+        found = data.json("verify", *arguments, code=1)
+        assert [(one["row"], one["cause"]) for one in found["damages"]] == [(None, cause)]
+    data.write_lines("c.jsonl", RECORDS)
+    assert data.json("verify", "a.jsonl", "c.jsonl")["damages"] == [], "an empty part of a data set"

@@ -20,7 +20,7 @@ from support.data_files import LocalFile, list_files
 from wanma.data.formats.format import BadDataError, FileGroup, Layout
 from wanma.data.formats.json_records import JsonLines
 from wanma.data.index.build import BadFilesError, open_or_build_index
-from wanma.data.index.layout_file import LayoutFileCorruptError, StoredLayout, open_layout, serialize
+from wanma.data.index.layout_file import LayoutFileCorruptError, open_layout, serialize
 from wanma.data.index.records import open_records
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores import byte_source
@@ -208,14 +208,14 @@ def test_a_layout_is_stored_as_it_is(tmp_path: Path) -> None:
         "b": np.zeros((0, 2), "<i8"),
         "c": np.arange(6, dtype="u1").reshape(2, 3),
     }
-    stored = StoredLayout(Layout(7, tables, {"x": ["é", 1]}, "digest"), "identity")
+    stored = Layout(7, tables, {"x": ["é", 1]}, "digest", "identity")
     path = tmp_path / "a.layout"
     path.write_bytes(b"".join(serialize(stored)))
     found = open_layout(path)
-    assert (found.layout.rows, found.layout.facts, found.identity) == (7, {"x": ["é", 1]}, "identity")
+    assert (found.rows, found.facts, found.identity) == (7, {"x": ["é", 1]}, "identity")
     for name, table in tables.items():
-        assert found.layout.tables[name].dtype == table.dtype
-        assert found.layout.tables[name].tolist() == table.tolist()
+        assert found.tables[name].dtype == table.dtype
+        assert found.tables[name].tolist() == table.tolist()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(LayoutFileCorruptError, match="bytes, not"):
         open_layout(path)

@@ -142,9 +142,11 @@ def test_a_real_store_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert first.origin.startswith("measured by a probe on ")
         assert first.latency_seconds is not None
         assert first.latency_seconds > 0
-        requests = store_client(files[0].filesystem).traffic.requests
+        requests = store_client(files[0].filesystem).traffic["store_requests", "s3"]
         assert measured_store_rates(files, tmp_path, is_probed=True) == first
-        assert store_client(files[0].filesystem).traffic.requests == requests, "the record serves"
+        assert store_client(files[0].filesystem).traffic["store_requests", "s3"] == requests, (
+            "the record serves"
+        )
 
 
 def test_local_files_have_no_store(tmp_path: Path) -> None:

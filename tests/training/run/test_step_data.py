@@ -14,10 +14,9 @@ import torch
 
 from wanma.data.batch import BadSample, Batch
 from wanma.data.cache import node_cache
-from wanma.data.cache.node_cache import CacheTraffic
 from wanma.data.datasets.load_times import STORED_IMAGE_PARTS, LoadTimes
 from wanma.data.step_loader import StepBatches
-from wanma.data.stores.client import StoreTraffic
+from wanma.data.stores.client import Traffic
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 from wanma.training.run import step_data as module
@@ -133,27 +132,31 @@ def test_seconds_of_loading_are_those_since_the_last_record(tmp_path: Path) -> N
     assert report.metrics() == {"load_seconds": {"read": 0.0, "decode": 0.0, "collate": 0.0}}
 
 
+def set_traffic(monkeypatch: pytest.MonkeyPatch, totals: Traffic) -> None:
+    """Let this process have that traffic, whose later changes count, too."""
+    monkeypatch.setattr(node_cache, "store_traffic", totals.copy)
+    monkeypatch.setattr(node_cache, "_caches", [])
+
+
 def test_traffic_is_that_since_the_last_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, _ = step_data(tmp_path)
-    totals = {"s3": StoreTraffic(requests=3, received_bytes=10)}
-    monkeypatch.setattr(node_cache, "store_traffic", lambda: totals)
-    monkeypatch.setattr(node_cache, "cache_traffic", lambda: CacheTraffic(hits=5, misses=1))
+    totals: Traffic = Counter({("store_requests", "s3"): 3, ("store_bytes", "s3"): 10})
+    totals.update({("cache_blocks", "hit"): 5, ("cache_blocks", "miss"): 1})
+    set_traffic(monkeypatch, totals)
     end_step(report)
     assert report.metrics() == {
         "store_requests": {"s3": 3},
         "store_bytes": {"s3": 10},
         "cache_blocks": {"hit": 5, "miss": 1},
     }
-    totals["s3"] += StoreTraffic(requests=2, received_bytes=7)
-    totals["https"] = StoreTraffic(requests=1)
+    totals.update({("store_requests", "s3"): 2, ("store_bytes", "s3"): 7, ("store_requests", "https"): 1})
     end_step(report)
     assert report.metrics() == {"store_requests": {"s3": 2, "https": 1}, "store_bytes": {"s3": 7}}
 
 
 def test_traffic_before_the_ranks_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, _ = step_data(tmp_path)
-    monkeypatch.setattr(node_cache, "store_traffic", lambda: {"s3": StoreTraffic(1, 0, 10)})
-    monkeypatch.setattr(node_cache, "cache_traffic", CacheTraffic)
+    set_traffic(monkeypatch, Counter({("store_requests", "s3"): 1, ("store_bytes", "s3"): 10}))
     report.add_traffic(Counter({("store_requests", "s3"): 3, ("store_requests", "https"): 2}))
     end_step(report)
     end_step(report)
@@ -163,9 +166,9 @@ def test_traffic_before_the_ranks_counts_once(tmp_path: Path, monkeypatch: pytes
 def test_traffic_of_all_ranks_is_added_up_by_store_and_by_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    totals = {"s3": StoreTraffic(requests=3, received_bytes=10), "own": StoreTraffic(requests=4)}
-    monkeypatch.setattr(node_cache, "store_traffic", lambda: totals)
-    monkeypatch.setattr(node_cache, "cache_traffic", CacheTraffic)
+    totals: Traffic = Counter({("store_requests", "s3"): 3, ("store_bytes", "s3"): 10})
+    totals["store_requests", "own"] = 4
+    set_traffic(monkeypatch, totals)
     ranks = [step_data(tmp_path, node=node, nodes=3)[0] for node in (0, 2, 2)]
     sums = [sum(terms) for terms in zip(*(rank.exchanged_terms() for rank in ranks), strict=True)]
     for rank in ranks:

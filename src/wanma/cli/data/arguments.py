@@ -53,12 +53,23 @@ def add_process_option(parser: argparse.ArgumentParser) -> None:
 
 
 def select_data(arguments: argparse.Namespace) -> DataSelection:
-    """Return the data that the arguments name.
+    """Return the data that the arguments name, with the tokenizer and sequence length that they give.
 
     Raises:
         JobError: a missing entry, a wrong job, an unknown format or option.
         WanmaError: storage that cannot be read.
     """
+    from dataclasses import replace
+
+    selection = _named_data(arguments)
+    return replace(
+        selection,
+        tokenizer=arguments.tokenizer or selection.tokenizer,
+        sequence_length=getattr(arguments, "sequence_length", None) or selection.sequence_length,
+    )
+
+
+def _named_data(arguments: argparse.Namespace) -> DataSelection:
     from wanma.data.tools.selection import FormatChoice, parse_option, select_entries, select_job_data
 
     choice = FormatChoice(arguments.format, dict(map(parse_option, arguments.option)))
@@ -88,9 +99,7 @@ def shown_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """
     import sys
 
-    from wanma.observe.console.dataset_progress import LINE_INTERVAL_SECONDS, show_dataset_progress
+    from wanma.observe.console.dataset_progress import show_dataset_progress
 
-    with show_dataset_progress(
-        False, sys.stderr, label=label, first_line_seconds=LINE_INTERVAL_SECONDS
-    ) as progress:
+    with show_dataset_progress(False, sys.stderr, label=label) as progress:
         yield progress

@@ -59,9 +59,9 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.data.tools.inspection import InspectionOptions, inspect_data, sourced_tokenizer
+    from wanma.data.tools.inspection import InspectionOptions, inspect_data
 
-    selection = sourced_tokenizer(select_data(arguments), arguments.tokenizer, arguments.sequence_length)
+    selection = select_data(arguments)
     options = InspectionOptions(
         arguments.rows,
         arguments.sample,

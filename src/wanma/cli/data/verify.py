@@ -37,10 +37,9 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.data.tools.inspection import sourced_tokenizer
     from wanma.data.tools.verification import verification_json, verify_data
 
-    selection = sourced_tokenizer(select_data(arguments), arguments.tokenizer, None)
+    selection = select_data(arguments)
     with shown_progress("reading") as progress:
         found = verify_data(selection, processes=arguments.processes, progress=progress)
     if arguments.json:

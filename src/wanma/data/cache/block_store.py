@@ -84,17 +84,12 @@ class BlockStore:
         folder: folder of the cache, on a local disk; made if it is missing.
         limit_bytes: largest sum of the files' sizes.
 
-    Attributes:
-        evicted_blocks: blocks that this process removed to make room.
-        damaged_blocks: blocks that this process removed because their checksum was wrong.
-
     Raises:
         OSError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
-        self.evicted_blocks = self.damaged_blocks = 0
         self._full_until = 0.0
         self._blocks = folder / _LAYOUT
         self._locks = folder / "locks"
@@ -182,7 +177,6 @@ class BlockStore:
         return sizes
 
     def _remove_damaged(self, path: Path, status: os.stat_result) -> None:
-        self.damaged_blocks += 1
         with self._usage() as usage, suppress(OSError):
             if path.stat().st_ino != status.st_ino:
                 return  # replaced by now
@@ -216,7 +210,6 @@ class BlockStore:
                 break
             if self._remove_unused(entry.path):
                 total -= entry.size
-                self.evicted_blocks += 1
         return total
 
     def _remove_unused(self, path: Path) -> bool:

@@ -14,15 +14,14 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wanma.data.cache.block_store import TRAILER_BYTES, BlockStore, Reservation
 from wanma.data.stores.byte_source import ByteSource
-from wanma.data.stores.client import store_traffic
+from wanma.data.stores.client import Traffic, store_traffic
 from wanma.data.stores.file_locks import exclusive_lock
 from wanma.data.stores.filesystems import is_local
 from wanma.data.stores.listing import StoredFile
@@ -48,20 +47,6 @@ _DISK_PAUSE_SECONDS = 60.0
 """Time without the cache after an error of the disk."""
 _MAX_MAPPED_BLOCKS = 32
 _THREADS = 16
-
-
-@dataclass
-class CacheTraffic:
-    """Traffic of this process with a node cache, since it started."""
-
-    hits: int = 0
-    """Blocks found in the cache, once for each read."""
-    misses: int = 0
-    """Blocks downloaded into the cache."""
-    downloaded_bytes: int = 0
-    """Bytes of the blocks downloaded."""
-    uncached_bytes: int = 0
-    """Bytes read from the store past the cache, for lack of room or because the disk failed."""
 
 
 class NodeCache:
@@ -111,9 +96,11 @@ class NodeCache:
         return sum(sizes[_file_key(file, self.block_bytes)] for file in files) if sizes else 0
 
     @property
-    def traffic(self) -> CacheTraffic:
-        """Traffic of this process with the cache."""
-        return self.process_state().traffic
+    def traffic(self) -> Traffic:
+        """Blocks that this process has found in the cache, once for each read, and downloaded into it."""
+        state = self.process_state()
+        with state.lock:
+            return state.traffic.copy()
 
     def process_state(self) -> _ProcessState:
         """Return the state of this process; a forked one begins with its own."""
@@ -155,24 +142,12 @@ _caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
 """Node caches of this process, for their traffic."""
 
 
-def cache_traffic() -> CacheTraffic:
-    """Return the blocks that this process has found and downloaded in its node caches."""
-    caches = [cache.traffic for cache in list(_caches)]
-    return CacheTraffic(sum(one.hits for one in caches), sum(one.misses for one in caches))
-
-
-Traffic = Counter[tuple[str, str]]
-"""Amounts by (metric, name): requests and bytes of each store, blocks of node caches."""
-
-
 def process_traffic() -> Traffic:
     """Return the traffic of this process with stores and node caches, since it started or was forked."""
-    cache = cache_traffic()
-    totals = Counter({("cache_blocks", "hit"): cache.hits, ("cache_blocks", "miss"): cache.misses})
-    for store, traffic in store_traffic().items():
-        totals["store_requests", store] = traffic.requests
-        totals["store_bytes", store] = traffic.received_bytes
-    return totals
+    traffic = store_traffic()
+    for cache in list(_caches):
+        traffic.update(cache.traffic)
+    return traffic
 
 
 def _file_key(file: StoredFile, block_bytes: int) -> str:
@@ -190,7 +165,7 @@ class _ProcessState:
         self.mapped: OrderedDict[str, memoryview] = OrderedDict()
         self.disk_retry_time = 0.0
         self.has_warned = False
-        self.traffic = CacheTraffic()
+        self.traffic: Traffic = Counter()
         self.map = ProcessThreads(_THREADS, "wanma-cache").map
 
 
@@ -244,7 +219,6 @@ class CachedFile:
             for segment in segments[block]
         ]
         uncached = iter(self._remote.read_ranges([(start, end) for _, start, end in missing]))
-        self._count(uncached_bytes=sum(end - start for _, start, end in missing))
         for block, view in zip(blocks, views, strict=True):
             first = block * self._cache.block_bytes
             for number, start, end in segments[block]:
@@ -255,14 +229,15 @@ class CachedFile:
         name = self._block_name(block)
         state = self._cache.process_state()
         if (view := self._find(name)) is not None:
-            self._count(hits=1)
+            self._count("hit")
             return view
         if time.monotonic() < state.disk_retry_time:
             return None
         try:
             if not self._is_whole_only:
                 try:
-                    return self._download(name, block)
+                    start, end = self._block_range(block)
+                    return self._store(name, end - start, partial(self._remote.read, start, end))
                 except WholeFilesOnlyError:
                     self._is_whole_only = True
             return self._download_whole(block)
@@ -283,32 +258,27 @@ class CachedFile:
             self._bypass_disk(error)
             return None
         if view is not None:
-            self._remember(name, view)
+            with state.lock:
+                state.mapped[name] = view
+                while len(state.mapped) > self._cache.max_mapped_blocks:
+                    state.mapped.popitem(last=False)
         return view
 
-    def _remember(self, name: str, view: memoryview) -> None:
-        state = self._cache.process_state()
-        with state.lock:
-            state.mapped[name] = view
-            while len(state.mapped) > self._cache.max_mapped_blocks:
-                state.mapped.popitem(last=False)
-
-    def _download(self, name: str, block: int) -> memoryview | None:
-        """Download a block under its lock, unless another process has done so meanwhile."""
-        start, end = self._block_range(block)
+    def _store(self, name: str, size: int, read: Callable[[], bytes | memoryview]) -> memoryview | None:
+        """Return a block, written under its lock unless another process has done so; None: no room for it."""
         with self._cache.store.lock(name, _DOWNLOAD_WAIT_SECONDS) as lock:
             if (view := self._find(name)) is not None:
-                self._count(hits=1)
+                self._count("hit")
                 return view
-            reservation = self._reserve(name, end - start) if lock is not None else None
+            reservation = self._reserve(name, size) if lock is not None else None
             if reservation is None:
                 return None
             try:
-                content = self._remote.read(start, end)
+                reservation.write(read())
             except BaseException:
                 self._cache.store.release(reservation)
                 raise
-            self._write(reservation, content)
+            self._count("miss")
             return self._find(name)
 
     def _download_whole(self, block: int) -> memoryview | None:
@@ -317,7 +287,7 @@ class CachedFile:
         lock_file = self._cache.folder / "locks" / f"whole-{self._key[:2]}"
         with exclusive_lock(lock_file, _WHOLE_FILE_WAIT_SECONDS) as lock:
             if (view := self._find(self._block_name(block))) is not None:
-                self._count(hits=1)
+                self._count("hit")
                 return view
             count = -(-self.size // block_bytes)
             if lock is None or self.size + count * TRAILER_BYTES > limit_bytes:
@@ -325,19 +295,12 @@ class CachedFile:
             content = self._remote.read_whole()
             for number in range(count):
                 start, end = self._block_range(number)
-                self._store_block(self._block_name(number), content[start:end])
+                part = content[start:end]
+                if self._store(self._block_name(number), len(part), partial(bytes, part)) is None:
+                    raise self._no_room_error()
             if (view := self._find(self._block_name(block))) is None:
                 raise self._no_room_error()
             return view
-
-    def _store_block(self, name: str, content: bytes) -> None:
-        with self._cache.store.lock(name, _DOWNLOAD_WAIT_SECONDS) as lock:
-            if self._cache.store.map(name) is not None:
-                return
-            reservation = self._reserve(name, len(content)) if lock is not None else None
-            if reservation is None:
-                raise self._no_room_error()
-            self._write(reservation, content)
 
     def _reserve(self, name: str, size: int) -> Reservation | None:
         """Take space for a block, if necessary that of blocks that this process only keeps for later."""
@@ -349,14 +312,6 @@ class CachedFile:
                 return None
             state.mapped.clear()
         return self._cache.store.reserve(name, size, search=True)
-
-    def _write(self, reservation: Reservation, content: bytes | memoryview) -> None:
-        try:
-            reservation.write(content)
-        except BaseException:
-            self._cache.store.release(reservation)
-            raise
-        self._count(misses=1, downloaded_bytes=len(content))
 
     def _no_room_error(self) -> WanmaError:
         return WholeFilesOnlyError(
@@ -385,8 +340,7 @@ class CachedFile:
         start = block * self._cache.block_bytes
         return start, min(start + self._cache.block_bytes, self.size)
 
-    def _count(self, **amounts: int) -> None:
+    def _count(self, name: str) -> None:
         state = self._cache.process_state()
         with state.lock:
-            for name, amount in amounts.items():
-                setattr(state.traffic, name, getattr(state.traffic, name) + amount)
+            state.traffic["cache_blocks", name] += 1

@@ -90,10 +90,6 @@ class UserDatasetMixture(UserDataset):
         parts = [part for one in self._sources for part in (one.train, one.validation) if part is not None]
         return hash_texts(*(dataset_fingerprint(part, self._read_item) for part in parts))
 
-    def sample_name(self, sample_index: int) -> str:
-        (row,) = self._train_rows(np.asarray([sample_index])).tolist()
-        return self._joined.name(row)
-
     def describe(self) -> dict[str, Any]:
         assert self.order is not None
         shares, epochs = self.order.shares(self._total), self.order.epochs(self._total)

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+from torch.utils.data import ConcatDataset
 
 
-class JoinedDatasets:
-    """Map-style datasets one after the other, as one.
-
-    Args:
-        parts: the datasets; some may be empty.
-    """
+class JoinedDatasets(ConcatDataset[Any]):
+    """Map-style datasets with names, one after the other, as one; some may be empty."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[Any]) -> None:
-        self._names, self._parts = list(names), list(parts)
-        self.starts = np.cumsum([0, *(len(part) for part in parts)])
+        super().__init__(parts)
+        self.names = names
+        self.starts = [0, *self.cumulative_sizes]
         """First row of each, and the number of all rows."""
 
-    def __len__(self) -> int:
-        return int(self.starts[-1])
 
-    def __getitem__(self, row: int) -> Any:
-        source, own_row = self.locate(row)
-        return self._parts[source][own_row]
-
-    def locate(self, row: int) -> tuple[int, int]:
-        """Return the dataset of a row, and its number there."""
-        source = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return source, row - int(self.starts[source])
-
-    def name(self, row: int) -> str:
-        """Describe a row in words by which its owner can find it."""
-        source, own_row = self.locate(row)
-        kind = type(self._parts[source]).__name__
-        return f"sample {own_row} of {kind} (source '{self._names[source]}')"
+def row_name(dataset: Any, row: int) -> str:
+    """Describe a row of a dataset in words by which its owner can find it."""
+    if not isinstance(dataset, JoinedDatasets):
+        return f"sample {row} of {type(dataset).__name__}"
+    source = bisect_right(dataset.cumulative_sizes, row)
+    kind = type(dataset.datasets[source]).__name__
+    return f"sample {row - dataset.starts[source]} of {kind} (source '{dataset.names[source]}')"

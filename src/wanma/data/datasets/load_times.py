@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.data.cache.node_cache import Traffic, process_traffic
+from wanma.data.cache.node_cache import process_traffic
+from wanma.data.stores.client import Traffic
 from wanma.data.stores.rate_records import has_rates, read_rates, write_rates
 from wanma.job.forecast.data_feed import SampleLoading
 

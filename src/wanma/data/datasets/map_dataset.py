@@ -26,7 +26,7 @@ from wanma.data.datasets.dataset import (
     with_bad_samples,
 )
 from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
-from wanma.data.datasets.joined_datasets import JoinedDatasets
+from wanma.data.datasets.joined_datasets import row_name
 from wanma.data.datasets.load_times import (
     USER_DATASET_PARTS,
     LoadTimes,
@@ -150,8 +150,8 @@ class UserDataset(BatchedDataset):
         return self._collate(self._draws.read(read), type(dataset).__name__, rows, rows)
 
     def sample_name(self, sample_index: int) -> str:
-        (row,) = self._train_rows(np.asarray([sample_index]))
-        return f"sample {row} of {type(self._train).__name__}"
+        (row,) = self._train_rows(np.asarray([sample_index])).tolist()
+        return row_name(self._train, row)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -278,8 +278,7 @@ class UserDataset(BatchedDataset):
         except BadDataError:  # it names the file and the row
             raise
         except Exception as error:
-            is_joined = isinstance(dataset, JoinedDatasets)
-            place = dataset.name(row) if is_joined else f"sample {row} of {type(dataset).__name__}"
+            place = row_name(dataset, row)
             raise WanmaError(f"data: {place} failed: {type(error).__name__}: {error}") from error
 
 
@@ -456,17 +455,10 @@ def _describe_shape_mismatch(samples: list[Sample], rows: IndexArray) -> str:
     odd = next((index for index, shape in enumerate(shapes) if shape != usual_shape), None)
     if odd is None:
         return ""
-    odd_shapes, usual_shapes = (
-        [
-            shape
-            for shape, reference in zip(sample_shapes, reference_shapes, strict=False)
-            if shape != reference
-        ]
-        for sample_shapes, reference_shapes in ((shapes[odd], usual_shape), (usual_shape, shapes[odd]))
-    )
-    if not odd_shapes:
+    different = [pair for pair in zip(shapes[odd], usual_shape, strict=False) if pair[0] != pair[1]]
+    if not different:
         return ""
-    return f" (sample {rows[odd]} has shape {odd_shapes[0]}, most others {usual_shapes[0]})"
+    return f" (sample {rows[odd]} has shape {different[0][0]}, most others {different[0][1]})"
 
 
 def _convert_lists(target: Any) -> Any:

@@ -22,7 +22,7 @@ from wanma.data.formats.detection import is_built_in
 from wanma.data.formats.format import BadDataError
 from wanma.data.images.fields import bad_sample
 from wanma.data.images.loading_measurement import mean_loading, measure_loading
-from wanma.data.images.stored_images import ImageSource, StoredImages, damaged_files, with_way_out
+from wanma.data.images.stored_images import StoredImages, damaged_files, with_way_out
 from wanma.data.index.gradual_index import GradualIndex
 from wanma.data.index.records import cache_folder, is_in_process_memory
 from wanma.data.index.sample_index import SampleIndex
@@ -50,19 +50,19 @@ class StoredImageDataset(BatchedDataset):
     is_costly_to_read = True
 
     def __init__(
-        self, sources: Sequence[ImageSource], section: DataSection, *, seed: int, total_samples: int
+        self, sources: Sequence[StoredImages], section: DataSection, *, seed: int, total_samples: int
     ) -> None:
         self._sources, self._total = sources, total_samples
         self._is_mixture = bool(section.sources)
         self._cache, self._is_store_probed = cache_folder(section.cache), section.probe_store
-        indexes = _indexes(sources)
+        indexes = [index for one in sources for index in (one.train, one.validation) if index is not None]
         self.damaged_files = damaged_files(indexes)
-        is_remote = any(source.images.is_remote for source in sources)
+        is_remote = any(source.is_remote for source in sources)
         self._reported: set[str] = set()
         self.seed = seed
-        self._transform = sources[0].images.transform
+        self._transform = sources[0].transform
         self.image_shape = self._transform.shape
-        self.classes = sources[0].images.classes.count
+        self.classes = sources[0].classes.count
         self.loader_threads = _REMOTE_LOADER_THREADS if is_remote else 1
         shuffle = Shuffle.of_job(section)
         parts = [_divide(source, section.validation_fraction, shuffle) for source in sources]
@@ -101,18 +101,18 @@ class StoredImageDataset(BatchedDataset):
                 for number, part in enumerate(self._train)
             ]
             self.order = replace(self.order, file_orders=tuple(orders))
-        texts = [text for source in sources for text in _content_texts(source.images)]
+        texts = [text for source in sources for text in _content_texts(source)]
         self.fingerprint = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         described = [
             {
-                "format": source.images.train.data_format.name,
-                "image_field": source.images.fields.image,
-                "label_field": source.images.fields.label,
+                "format": source.train.data_format.name,
+                "image_field": source.fields.image,
+                "label_field": source.fields.label,
                 "validation_samples": validation.size,
                 **({} if _is_gradual(train) else {"train_samples": train.size, "epochs": epochs}),
-                "damaged_files": [f"{one.file}: {one.cause}" for one in source.images.train.damaged],
+                "damaged_files": [f"{one.file}: {one.cause}" for one in source.train.damaged],
             }
             for source, train, validation, epochs in zip(
                 self._sources, self._train, self._validation, self.order.epochs(self._total), strict=True
@@ -133,7 +133,7 @@ class StoredImageDataset(BatchedDataset):
         shares = self.order.shares(self._total)
         return {
             **facts,
-            "class_names": list(self._sources[0].images.classes.names),
+            "class_names": list(self._sources[0].classes.names),
             "sources": [
                 {"name": source.name, "share": share, **one}
                 for source, share, one in zip(self._sources, shares, described, strict=True)
@@ -142,7 +142,7 @@ class StoredImageDataset(BatchedDataset):
 
     @property
     def sample_form(self) -> str:
-        transform, names = self._transform, self._sources[0].images.classes.names
+        transform, names = self._transform, self._sources[0].classes.names
         labels = f"classes {', '.join(names)}" if names else "numbered classes"
         return f"images of shape {self.image_shape}, mean {transform.mean}, std {transform.std}, {labels}"
 
@@ -152,7 +152,7 @@ class StoredImageDataset(BatchedDataset):
     def sample_loading(self) -> SampleLoading:
         parts = [
             measure_loading(
-                source.images,
+                source,
                 read_threads=READ_THREADS,
                 loader_threads=self.loader_threads,
                 by_processes=self.reads_by_processes,
@@ -185,12 +185,6 @@ class StoredImageDataset(BatchedDataset):
         return batch
 
 
-def _indexes(sources: Sequence[ImageSource]) -> list[SampleIndex]:
-    """Return the indexes of training and of validation of all sources."""
-    images = [source.images for source in sources]
-    return [index for one in images for index in (one.train, one.validation) if index is not None]
-
-
 def _needs_processes(section: DataSection, indexes: Sequence[SampleIndex], *, has_own: bool) -> bool:
     """Return True if loader processes read: by the job, or for transforms or formats of other packages."""
     if section.worker_processes is not None:
@@ -199,9 +193,8 @@ def _needs_processes(section: DataSection, indexes: Sequence[SampleIndex], *, ha
     return has_foreign_code and not any(map(is_in_process_memory, indexes))
 
 
-def _divide(source: ImageSource, fraction: float, shuffle: Shuffle) -> tuple[ImagePart, ImagePart]:
+def _divide(images: StoredImages, fraction: float, shuffle: Shuffle) -> tuple[ImagePart, ImagePart]:
     """Return training and validation: splits of their own, or shares of one by a hash of the row."""
-    images = source.images
 
     def part_of(
         index: SampleIndex, size: int, locate: Callable[[IndexArray], IndexArray], *, is_training: bool

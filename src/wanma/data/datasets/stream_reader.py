@@ -76,18 +76,9 @@ def read_first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any
     Raises:
         WanmaError: the dataset fails, or is empty.
     """
-
-    def read(seed: SeedGenerators) -> list[Any]:
-        samples: list[Any] = []
-        iterator = _new_iterator(dataset, 0, seed)
-        for number in range(count):
-            seed(number)
-            samples += islice(iterator, 1)
-        return samples
-
     name = type(dataset).__name__
     try:
-        samples = draws.read(read)
+        samples = draws.read(partial(_take_samples, dataset, range(count)))
     except WanmaError:
         raise
     except Exception as error:  # whatever the user's code raises
@@ -285,12 +276,7 @@ class StreamReader:
                 return []
             resumed = copy.deepcopy(self._dataset)
             resumed.load_state_dict(state)
-            samples: list[Any] = []
-            iterator = _new_iterator(resumed, 0, seed)
-            for number in range(half, len(first_samples)):
-                seed(number)
-                samples += islice(iterator, 1)
-            return samples
+            return _take_samples(resumed, range(half, len(first_samples)), seed)
 
         try:
             resumed_samples = self._draws.read(read)
@@ -301,6 +287,15 @@ class StreamReader:
             for part in (first_samples[half:], resumed_samples)
         )
         return bool(resumed_samples) and expected_hash == resumed_hash
+
+
+def _take_samples(dataset: Any, numbers: range, seed: SeedGenerators) -> list[Any]:
+    """Begin an iteration and return a sample for each number, fewer if it is shorter."""
+    iterator, samples = _new_iterator(dataset, 0, seed), list[Any]()
+    for number in numbers:
+        seed(number)
+        samples += islice(iterator, 1)
+    return samples
 
 
 def _new_iterator(dataset: Any, epoch: int, seed: SeedGenerators) -> Iterator[Any]:

@@ -157,7 +157,13 @@ def _serve(connection: Connection, payload: bytes) -> None:
     try:
         reader = pickle.loads(payload)
     except Exception as error:
-        failure = _dump_error(_opening_error(error))
+        failure = _dump_error(
+            WanmaError(
+                "data.worker_processes: the dataset cannot be opened in another process: "
+                f"{type(error).__name__}: {error}",
+                "import what it needs in its module, or set data.worker_processes = false",
+            )
+        )
     while True:
         try:
             request = connection.recv()
@@ -200,14 +206,6 @@ def _receive_batch(connection: Connection, layout: dict[str, Any]) -> Batch:
         return map_batch(layout, descriptor)
     finally:
         os.close(descriptor)
-
-
-def _opening_error(error: Exception) -> WanmaError:
-    return WanmaError(
-        f"data.worker_processes: the dataset cannot be opened in another process: "
-        f"{type(error).__name__}: {error}",
-        "import what it needs in its module, or set data.worker_processes = false",
-    )
 
 
 def _dump_error(error: Exception) -> tuple[bytes | None, str]:

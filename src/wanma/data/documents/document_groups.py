@@ -183,7 +183,7 @@ def _look_at_all(
 
 def _look_at(file: StoredFile, field: str, opener: FileOpener | None, chosen: Format | None) -> _Look:
     probe = _probe(file, opener) if file.size else None
-    group = _group_of(file, probe) if chosen is None else _chosen_group(file, probe, chosen)
+    group = _group_of(file, probe, chosen)
     name = file.url.rpartition("/")[2]
     described = Megatron.name if name.endswith(".idx") else _DESCRIPTIONS.get(name, "")
     if probe is not None and described and known_formats()[described].detect(probe) is Certainty.SURE:
@@ -256,22 +256,16 @@ def _format_groups(
         yield DocumentGroup("rows", members, data_format.name, facts=dict(group.facts))
 
 
-def _group_of(file: StoredFile, probe: Probe | None) -> DocumentGroup:
-    """Return the group of a file that no other one describes."""
-    if probe is None or not probe.head:
-        return DocumentGroup("text", (file,))
-    formats = [one for name, one in known_formats().items() if name not in _FORMATS_WITHOUT_TEXT]
-    found = best_format(probe, (one for one in formats if not isinstance(one, Megatron)))
-    if found is None or not _is_certain(found, probe):
+def _group_of(file: StoredFile, probe: Probe | None, chosen: Format | None = None) -> DocumentGroup:
+    """Return the group of a file that no other one describes; `chosen`: format that the job names."""
+    found = chosen
+    if chosen is None and probe is not None and probe.head:
+        formats = [one for name, one in known_formats().items() if name not in _FORMATS_WITHOUT_TEXT]
+        found = best_format(probe, (one for one in formats if not isinstance(one, Megatron)))
+        found = found if found is not None and _is_certain(found, probe) else None
+    if probe is None or found is None or found.name == "text":
         return DocumentGroup("text", (file,))
     return DocumentGroup("rows", (file,), found.name, is_compressed=probe.size < 0)
-
-
-def _chosen_group(file: StoredFile, probe: Probe | None, chosen: Format) -> DocumentGroup:
-    """Return the group of a file in the format that the job names."""
-    if probe is None or chosen.name == "text":
-        return DocumentGroup("text", (file,))
-    return DocumentGroup("rows", (file,), chosen.name, is_compressed=probe.size < 0)
 
 
 def _is_certain(found: Format, probe: Probe) -> bool:

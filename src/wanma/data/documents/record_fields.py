@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from wanma.data.formats.byte_ranges import BYTE_ORDER_MARK
-from wanma.data.formats.compression import MemorySource
 from wanma.data.formats.csv_rows import Csv
 from wanma.data.formats.detection import probe_file
 from wanma.data.formats.format import BadDataError, FileGroup, Format, Probe, Record
 from wanma.data.formats.json_records import JsonLines, JsonList, parse_object
 from wanma.data.formats.tar_samples import TarSamples, split_path
 from wanma.data.formats.tfrecord import TFRecord
+from wanma.data.stores.byte_source import MemorySource
 
 DEFAULT_TEXT_FIELD = "text"
 TOKEN_FIELDS = ("tokens", "input_ids")
@@ -125,11 +125,11 @@ def _json_list_fields(head: bytes) -> list[str]:
 
 def _csv_fields(head: bytes) -> list[str]:
     lines = head.rpartition(b"\n")[0] or head  # the last line may be cut
-    data_format = Csv(quoted=b'"' in lines.partition(b"\n")[0])
+    source, data_format = MemorySource("", lines), Csv(quoted=b'"' in lines.partition(b"\n")[0])
     try:
-        return list(data_format.scan(_in_memory(lines)).facts["names"])
+        return list(data_format.scan_ranges(source, FileGroup(())).facts["names"])
     except BadDataError:  # a first line of data: without a known name the file is plain text
-        return list(replace(data_format, header=True).scan(_in_memory(lines)).facts["names"])
+        return list(replace(data_format, header=True).scan_ranges(source, FileGroup(())).facts["names"])
 
 
 def _tar_fields(head: bytes) -> list[str]:
@@ -167,19 +167,3 @@ _PEEKS = {
     TarSamples.name: _tar_fields,
     TFRecord.name: _tfrecord_fields,
 }
-
-
-def _in_memory(content: bytes) -> FileGroup:
-    return FileGroup((_MemoryFile(content),))
-
-
-class _MemoryFile:
-    """First bytes of a file as a `DataFile`."""
-
-    url, version = "", ""
-
-    def __init__(self, content: bytes) -> None:
-        self.size, self._content = len(content), content
-
-    def open(self) -> MemorySource:
-        return MemorySource("", self._content)

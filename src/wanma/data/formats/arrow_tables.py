@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.formats.byte_ranges import Cursor
+from wanma.data.formats.byte_ranges import Cursor, describe_fault
 from wanma.data.formats.compression import SourceStream
 from wanma.data.formats.format import (
     BadDataError,
@@ -197,7 +197,7 @@ class TableReader(RowReader):
                 for position in range(len(local)):
                     row = first_row + int(local[position] - local[0])
                     self._values(number, local[position : position + 1], row)
-            cause = f"group {number} cannot be decoded: {' '.join(str(error).split())}"
+            cause = f"group {number} cannot be decoded: {describe_fault(error)}"
             raise BadDataError(self._source.url, cause, first_row) from error
 
     def _group(self, number: int) -> Any:
@@ -319,7 +319,7 @@ def _open_parquet(source: ByteSource) -> Any:
             file, pre_buffer=not isinstance(source, MappedFile), page_checksum_verification=True
         )
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        cause = f"its footer cannot be read: {' '.join(str(error).split())}"
+        cause = f"its footer cannot be read: {describe_fault(error)}"
         raise BadDataError(source.url, cause, hint="write or download it again") from error
 
 
@@ -329,7 +329,7 @@ def _read_schema(source: ByteSource, schema_range: list[int]) -> Any:
     try:
         return pyarrow.ipc.read_schema(pyarrow.py_buffer(content))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        cause = f"its schema cannot be read: {' '.join(str(error).split())}"
+        cause = f"its schema cannot be read: {describe_fault(error)}"
         raise BadDataError(source.url, cause) from error
 
 

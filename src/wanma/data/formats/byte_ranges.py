@@ -135,15 +135,11 @@ class Cursor:
 
     def take(self, start: int, size: int) -> bytes:
         """Return bytes [start, start + size); fewer only where the file ends."""
-        return bytes(self.view(start, size))
-
-    def view(self, start: int, size: int) -> memoryview:
-        """Return bytes [start, start + size), valid until the next call; fewer only where the file ends."""
         offset = start - self._start
         if offset < 0 or offset + size > len(self._chunk):
             self._start, offset = start, 0
             self._chunk = memoryview(self._source.read(start, start + max(size, self._chunk_bytes)))
-        return self._chunk[offset : offset + size]
+        return bytes(self._chunk[offset : offset + size])
 
 
 def chunks(source: ByteSource) -> Iterator[tuple[int, bytes | memoryview]]:

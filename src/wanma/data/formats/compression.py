@@ -10,7 +10,7 @@ import bz2
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import xxhash
 
 from wanma.data.formats.format import BadDataError
 from wanma.data.stores.atomic_file import write_once
-from wanma.data.stores.byte_source import ByteSource, MappedFile
+from wanma.data.stores.byte_source import ByteSource, MappedFile, MemorySource
 from wanma.job.errors import WanmaError, missing_extra_error
 
 _READ_BYTES = 4 << 20
@@ -30,7 +30,14 @@ _SIGNATURES = (
     (b"\xfd7zXZ\x00", "xz"),
     *((b"BZh%d1AY&SY" % level, "bzip2") for level in range(1, 10)),
 )
-SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
+_SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a file without the suffix of a compression."""
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
 
 
 def detect_compression(head: bytes) -> str:
@@ -75,22 +82,6 @@ def open_plain(source: ByteSource, compression: str, scratch: Path | None) -> By
         BadDataError: the file is damaged or truncated.
     """
     return open_copy(source, scratch, "", plain_chunks(source, compression)) if compression else source
-
-
-class MemorySource:
-    """Bytes in memory as a source."""
-
-    version = ""
-
-    def __init__(self, url: str, content: bytes | memoryview) -> None:
-        self.url, self.size = url, len(content)
-        self._content = memoryview(content)
-
-    def read(self, start: int, end: int) -> memoryview:
-        return self._content[start:end]
-
-    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        return [self._content[start:end] for start, end in ranges]
 
 
 class SourceStream(io.RawIOBase):

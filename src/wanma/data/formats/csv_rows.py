@@ -59,7 +59,7 @@ class Csv(RangeFormat):
 
     def scan_ranges(self, source: ByteSource, group: FileGroup) -> RangeScan:
         head = bytes(source.read(0, _SNIFFED_BYTES))
-        usual = "\t" if any(suffix in group.url for suffix in (".tsv", ".tab")) else ","
+        usual = "\t" if any(suffix in source.url for suffix in (".tsv", ".tab")) else ","
         delimiter = self._find_delimiter(head) or self.delimiter or usual
         starts, ends, digest = find_lines(source, b" \r")
         is_quoted = self.quoted and len(delimiter) == 1 and delimiter != " "

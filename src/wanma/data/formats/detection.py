@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from wanma.data.formats.arrays import Cifar, Idx, NumpyArrays
 from wanma.data.formats.arrow_tables import ArrowTables, Parquet
-from wanma.data.formats.compression import SUFFIXES, detect_compression, plain_head
+from wanma.data.formats.compression import detect_compression, plain_head, plain_name
 from wanma.data.formats.csv_rows import Csv
 from wanma.data.formats.format import BadDataError, Certainty, DataFile, Format, Probe
 from wanma.data.formats.hugging_face import HuggingFaceDataset
@@ -24,7 +24,6 @@ from wanma.data.formats.megatron import Megatron
 from wanma.data.formats.tar_samples import TarSamples
 from wanma.data.formats.text import TextDocuments, TextLines
 from wanma.data.formats.tfrecord import TFRecord
-from wanma.data.stores.byte_source import ByteSource
 from wanma.job.errors import WanmaError, did_you_mean
 
 ENTRY_POINT_GROUP = f"{__name__.partition('.')[0]}.formats"
@@ -144,17 +143,11 @@ def probe_file(file: DataFile) -> Probe:
     name = unquote(urlsplit(file.url).path if "://" in file.url else file.url).rpartition("/")[2].lower()
     head = bytes(source.read(0, _HEAD_BYTES))
     if compression := detect_compression(head):
-        plain_name = name
-        for suffix in SUFFIXES:
-            plain_name = plain_name.removesuffix(suffix)
         if source.size > len(head):
             head = bytes(source.read(0, _COMPRESSED_HEAD_BYTES))
-        return Probe(plain_name, plain_head(head, compression, _HEAD_BYTES), b"", -1)
-    return Probe(name, head, _tail(source), source.size)
-
-
-def _tail(source: ByteSource) -> bytes:
-    return bytes(source.read(max(source.size - _TAIL_BYTES, 0), source.size))
+        return Probe(plain_name(name), plain_head(head, compression, _HEAD_BYTES), b"", -1)
+    tail = bytes(source.read(max(source.size - _TAIL_BYTES, 0), source.size))
+    return Probe(name, head, tail, source.size)
 
 
 def _matches(file: DataFile, patterns: Sequence[str]) -> bool:

@@ -138,6 +138,8 @@ class Layout:
     """Small facts such as names of fields; JSON-able."""
     digest: str = ""
     """Hash of the whole content if the scan has read it; empty: the scan has read parts only."""
+    identity: str = ""
+    """Hash of layout and content, equal on all nodes; empty: not computed."""
 
     @property
     def byte_lengths(self) -> NDArray[np.int64] | None:

@@ -21,6 +21,7 @@ from wanma.data.formats.format import (
     Rows,
 )
 
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _SIGNATURES = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -55,7 +56,7 @@ class ImageFolder(Format):
     """
 
     name: ClassVar[str] = "images"
-    suffixes: ClassVar[tuple[str, ...]] = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+    suffixes: ClassVar[tuple[str, ...]] = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
     def detect(self, probe: Probe) -> Certainty:
         return Certainty.SURE if is_image(probe.head) else Certainty.NO

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wanma.data.formats.byte_ranges import CURSOR_BYTES, RangeFormat, RangeScan
-from wanma.data.formats.compression import MemorySource, SourceStream
+from wanma.data.formats.compression import SourceStream
 from wanma.data.formats.format import BadDataError, Certainty, Content, FileGroup, Probe, Record
-from wanma.data.stores.byte_source import ByteSource, MappedFile
+from wanma.data.stores.byte_source import ByteSource, MappedFile, MemorySource
 
 _BLOCK = 512
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)

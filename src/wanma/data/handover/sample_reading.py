@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from wanma.data.batch import Batch
@@ -18,8 +17,8 @@ from wanma.data.sampling.permutation import IndexArray
 log = logging.getLogger("wanma.data")
 
 
-class SampleReading(ABC):
-    """Way in which this rank gets its samples."""
+class SampleReading:
+    """Way in which this rank gets its samples: it reads them alone, unless a subclass says otherwise."""
 
     def __init__(self, read: ReadSamples) -> None:
         self._read_samples = read
@@ -27,14 +26,14 @@ class SampleReading(ABC):
         self.training_samples_read = 0
         self._is_fallback_logged = False
 
-    @abstractmethod
     def take(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
         """Return the batch of these samples."""
+        return self._read(is_validation, sample_indices)
 
-    def discard(self) -> None:  # noqa: B027  # only a server keeps batches
+    def discard(self) -> None:
         """Drop batches that were read ahead, because other ones will be taken."""
 
-    def close(self) -> None:  # noqa: B027  # only servers and clients have connections
+    def close(self) -> None:
         """End the hand-over; no thread takes a batch any more."""
 
     def _read(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
@@ -51,13 +50,6 @@ class SampleReading(ABC):
         if not self._is_fallback_logged:
             self._is_fallback_logged = True
             log.warning("data: %s, so that each rank reads its samples itself", error)
-        return self._read(is_validation, sample_indices)
-
-
-class OwnReading(SampleReading):
-    """Reading by this rank alone."""
-
-    def take(self, is_validation: bool, sample_indices: IndexArray) -> Batch:
         return self._read(is_validation, sample_indices)
 
 

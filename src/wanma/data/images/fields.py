@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,17 +15,18 @@ import numpy as np
 from wanma.data.documents.record_fields import column_of, field_value
 from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.format import BadDataError, Record
-from wanma.data.formats.image_folder import ImageFolder, is_image
+from wanma.data.formats.image_folder import IMAGE_SUFFIXES, ImageFolder, is_image
 from wanma.data.images.transform import unwrap
 from wanma.data.index.build import Progress
 from wanma.data.index.gradual_index import GradualIndex
+from wanma.data.index.layout_file import hash_json
 from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.atomic_file import write_once
 from wanma.job.errors import JobError
 
 IMAGE_FIELDS = (
-    *("image", "images", "img", "jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
+    *("image", "images", "img", *IMAGE_SUFFIXES),
     *("image/encoded", "pixels", "x"),
 )
 _LABEL_FIELDS = (
@@ -247,8 +246,7 @@ def _find_own_classes(
                 "leave data.block_samples = 'file' out",
             )
         return Classes(None)
-    text = json.dumps([index.fingerprint, index.versions, field, skips_damaged])
-    identity = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    identity = hash_json([index.fingerprint, index.versions, field, skips_damaged])
     path = cache_folder / "index" / "classes" / f"{identity}.json"
     with write_once(path) as file:
         if file is not None:
@@ -285,16 +283,13 @@ def _all_labels(
     pool = ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="wanma-classes")
     pending: deque[Future[set[int | str]]] = deque()
     try:
-        for number, start in enumerate(starts):
+        for number, start in enumerate(starts, 1):
             pending.append(pool.submit(_labels_of, index, field, skips_damaged, start))
-            if len(pending) > 2 * _SCAN_THREADS:  # not all at once: 10^9 samples would fill the memory
+            # Not all at once: 10^9 samples would fill the memory.
+            while len(pending) > (2 * _SCAN_THREADS if number < len(starts) else 0):
                 labels |= pending.popleft().result()
-            if progress is not None:
-                progress(size * max(number + 1 - len(pending), 0) // len(starts), size)
-        while pending:
-            labels |= pending.popleft().result()
-            if progress is not None:
-                progress(size * (len(starts) - len(pending)) // len(starts), size)
+                if progress is not None:
+                    progress(size * (number - len(pending)) // len(starts), size)
     finally:
         pool.shutdown(cancel_futures=True)
     return labels
@@ -339,8 +334,7 @@ def only_columns(index: SampleIndex, fields: Sequence[str]) -> SampleIndex:
     first = int(np.flatnonzero(np.diff(index.row_starts))[0])  # a damaged file counts as empty
     known = list(index.layout(first).facts["columns"])
     names = tuple(dict.fromkeys(column_of(field, known) for field in fields))
-    narrow = replace(index.data_format, columns=names)
-    return replace(index, data_format=narrow, _readers=OrderedDict(), _lock=threading.Lock())
+    return replace(index, data_format=replace(index.data_format, columns=names))
 
 
 def _has(record: Record, field: str) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wanma.data.images.image_files import UnknownImagesError, find_image_files
-from wanma.data.index.records import is_description
+from wanma.data.images.image_files import ImageFiles, UnknownImagesError, find_image_files
+from wanma.data.index.records import without_descriptions
 from wanma.data.stores.listing import MAX_RETRY_SECONDS, StoredFile, list_files
 from wanma.job.sections.data_sources import EntriesSection
 
@@ -44,40 +44,42 @@ class ImageSplit:
 
 
 def find_image_split(
-    entries: Sequence[str], key: str, *, by_name: bool = True, retry_seconds: float = MAX_RETRY_SECONDS
+    source: EntriesSection, table: str, *, by_name: bool, retry_seconds: float = MAX_RETRY_SECONDS
 ) -> ImageSplit:
-    """List the files of entries, divided into training and validation.
+    """List the files of a source, divided into training and validation.
 
     Args:
+        table: table of the job that declares it.
         by_name: recognize the files of MNIST, CIFAR-10 and .npz by their names.
 
     Raises:
         JobError: an entry is missing or matches nothing.
     """
-    path = only_entry(entries) if by_name else None
-    try:
-        found = None if path is None else find_image_files(path, key)
-    except UnknownImagesError:  # images of any other format
-        found = None
-    if found is not None:
+    key = f"{table}.{source.entries_key}"
+    if by_name and (found := find_known_images(source, table)) is not None:
         return ImageSplit(_named_files(found.train, key), _named_files(found.test, key))
-    listed = list_files(entries, key, retry_seconds)
-    train, validation = split_files(
-        [file for file in listed if file.is_named or not is_description(file.url)]
-    )
+    train, validation = split_files(without_descriptions(list_files(source.entries, key, retry_seconds)))
     return ImageSplit(SplitFiles(train), SplitFiles(validation))
 
 
-def may_be_known_by_name(source: EntriesSection) -> bool:
-    """Return True if files of MNIST, CIFAR-10, .npz may be known by their names: the job names no fields."""
-    return not (source.format or source.columns.image or source.columns.target)
+def find_known_images(source: EntriesSection, table: str) -> ImageFiles | None:
+    """Find the files of MNIST, CIFAR-10 or an .npz by their names, where a job names no fields or format.
 
+    Returns:
+        The files; None: images in any other format, or not in one local place.
 
-def only_entry(entries: Sequence[str]) -> str | None:
-    """Return the only entry if it is a local path without a pattern; else None."""
-    if len(entries) != 1 or "://" in entries[0] or any(character in entries[0] for character in "*?["):
+    Raises:
+        JobError: nothing is there, or files are missing.
+    """
+    columns, entries = source.columns, source.entries
+    if source.format or columns.image or columns.target or len(entries) != 1:
         return None
-    return entries[0]
+    if "://" in entries[0] or any(character in entries[0] for character in "*?["):
+        return None
+    try:
+        return find_image_files(entries[0], f"{table}.{source.entries_key}")
+    except UnknownImagesError:
+        return None
 
 
 def split_files(files: Sequence[StoredFile]) -> tuple[list[StoredFile], list[StoredFile]]:

@@ -16,7 +16,6 @@ from wanma.data.images.stored_images import StoredImages, sampled_rows
 from wanma.data.images.transform import uniform_draws
 from wanma.data.index.records import read_each
 from wanma.data.stores.filesystems import is_local
-from wanma.data.stores.listing import StoredFile
 from wanma.data.stores.remote_file import MAX_REQUEST_BYTES, OpenableFile
 from wanma.data.stores.store_probe import measured_store_rates
 from wanma.job.errors import JobError
@@ -43,9 +42,11 @@ def measure_loading(
         is_store_probed: measure a store of which there is no record.
     """
     index = images.train
-    sizes = [file.size for group in index.groups for file in group.files]
-    remote = _files(images)
-    opener = getattr(index.groups[0].files[0], "opener", None)  # one for all files
+    files = [file for group in index.groups for file in group.files]
+    sizes = [file.size for file in files]
+    stored = [file.stored for file in files if isinstance(file, OpenableFile)]
+    remote = [file for file in stored if not is_local(file.filesystem)]
+    opener = getattr(files[0], "opener", None)  # one for all files
     node_cache = getattr(opener, "__self__", None)
     return SampleLoading(
         samples=index.estimated_rows,
@@ -86,14 +87,6 @@ def mean_loading(parts: Sequence[SampleLoading], shares: Sequence[float]) -> Sam
         store_bytes=sum(part.store_bytes for part in parts),
         cached_bytes=sum(part.cached_bytes for part in parts),
     )
-
-
-def _files(images: StoredImages) -> list[StoredFile]:
-    """Return the listed files of the training samples that are not on this machine."""
-    files = [
-        file.stored for group in images.train.groups for file in group.files if isinstance(file, OpenableFile)
-    ]
-    return [file for file in files if not is_local(file.filesystem)]
 
 
 def _decode_seconds(images: StoredImages) -> float | None:

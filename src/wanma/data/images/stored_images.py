@@ -7,7 +7,7 @@ here: a command opens them, too, to find what is wrong before ranks start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,20 +27,16 @@ from wanma.data.images.fields import (
     find_fields,
     join_classes,
 )
-from wanma.data.images.image_splits import (
-    ImageSplit,
-    SplitFiles,
-    find_image_split,
-    may_be_known_by_name,
-)
+from wanma.data.images.image_splits import ImageSplit, SplitFiles, find_image_split
 from wanma.data.images.transform import ImageTransform, fit_transform, import_pillow, open_image
+from wanma.data.index.build import Progress
 from wanma.data.index.records import cache_folder, has_remote, open_index, read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.sampling.mixture_schedule import SourceWeight
 from wanma.data.sampling.order import Shuffle
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.data_sources import EntriesSection, SourceSection
+from wanma.job.sections.data_sources import EntriesSection
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,14 +48,14 @@ _HINTED_BYTES = 1 << 30
 
 log = logging.getLogger("wanma.data")
 
-Progress = Callable[[int, int], None]
-"""Function (bytes done, bytes in all)."""
-
 
 @dataclass(frozen=True)
 class StoredImages:
-    """Labelled images in stored files."""
+    """One source of labelled images of a job, in stored files."""
 
+    name: str
+    """Name in reports; "images" for the only source of a job."""
+    weight: SourceWeight
     train: SampleIndex
     validation: SampleIndex | None
     """Images of a split of their own; None: there is none."""
@@ -73,40 +69,12 @@ class StoredImages:
 
 
 @dataclass(frozen=True)
-class ImageSource:
-    """One source of images of a job."""
-
-    name: str
-    """Name in reports; "images" for the only source of a job."""
-    weight: SourceWeight
-    images: StoredImages
-
-
-@dataclass(frozen=True)
-class _SourceKeys:
-    """Keys of a job that declare one source of images."""
-
-    name: str
-    weight: SourceWeight
-    entries: Sequence[str]
-    image_field: str | None
-    label_field: str | None
-    class_names: tuple[str, ...]
-    key: str
-    """Key of the entries, for messages."""
-    columns_key: str
-    """Key of the table of its fields, for messages."""
-    is_known_by_name: bool
-    """True if files of MNIST, CIFAR-10 and .npz may be known by their names."""
-    data_format: Format | None
-    """Format that the job names; None: the content tells it."""
-
-
-@dataclass(frozen=True)
 class _OpenSource:
     """Files of one source, with some of their samples."""
 
-    keys: _SourceKeys
+    table: str
+    """Table of the job that declares it, for messages."""
+    source: EntriesSection
     train: SampleIndex
     validation: SampleIndex | None
     fields: ImageFields
@@ -115,8 +83,17 @@ class _OpenSource:
     """Sampled records of training, at least one."""
     is_remote: bool
 
+    @property
+    def name(self) -> str:
+        return str(getattr(self.source, "name", "images"))
 
-def open_image_sources(section: DataSection, progress: Progress | None = None) -> list[ImageSource]:
+    @property
+    def key(self) -> str:
+        """Key of the entries, for messages."""
+        return f"{self.table}.{self.source.entries_key}"
+
+
+def open_image_sources(section: DataSection, progress: Progress | None = None) -> list[StoredImages]:
     """Open the images of a job, building indexes that are missing: one source, or those of its mixture.
 
     Raises:
@@ -126,20 +103,19 @@ def open_image_sources(section: DataSection, progress: Progress | None = None) -
     """
     import_pillow()
     folder = cache_folder(section.cache)
-    declared = _declared_sources(section)
     splits = [
         find_image_split(
-            one.entries,
-            one.key,
-            by_name=one.is_known_by_name,
+            source,
+            table,
+            by_name=bool(section.sources),  # a lone one is read into memory
             retry_seconds=section.store_retry_seconds,
         )
-        for one in declared
+        for table, source in section.located_sources
     ]
     sizes = [split.train.size + split.validation.size for split in splits]
     opened = [
-        _open_source(keys, split, section, folder, progress, sum(sizes[:number]), sum(sizes))
-        for number, (keys, split) in enumerate(zip(declared, splits, strict=True))
+        _open_source(table, source, split, section, folder, progress, sum(sizes[:number]), sum(sizes))
+        for number, ((table, source), split) in enumerate(zip(section.located_sources, splits, strict=True))
     ]
     check_file_limit(
         damaged_files(index for one in opened for index in (one.train, one.validation)),
@@ -148,33 +124,31 @@ def open_image_sources(section: DataSection, progress: Progress | None = None) -
     )
     transform = _fit_transform(opened, section)
     skips_damaged = section.bad_data in ("skip", "substitute")
-    classes = [
-        find_classes(
+    classes = {
+        one.name: find_classes(
             one.train,
             one.fields.label,
             folder,
             skips_damaged=skips_damaged,
             sampled=one.records,
-            key=one.keys.key,
-            class_names=one.keys.class_names,
+            key=one.key,
+            class_names=tuple(getattr(one.source, "class_names", ())),
             progress=progress,
         )
         for one in opened
-    ]
-    joined = join_classes({one.keys.name: found for one, found in zip(opened, classes, strict=True)})
+    }
+    joined = join_classes(classes)
     return [
-        ImageSource(
-            one.keys.name,
-            one.keys.weight,
-            StoredImages(
-                one.train,
-                one.validation,
-                one.fields,
-                joined[one.keys.name],
-                replace(transform, key=one.keys.key),
-                one.is_remote,
-                one.validation_fields,
-            ),
+        StoredImages(
+            one.name,
+            getattr(one.source, "weight", 1.0),
+            one.train,
+            one.validation,
+            one.fields,
+            joined[one.name],
+            replace(transform, key=one.key),
+            one.is_remote,
+            one.validation_fields,
         )
         for one in opened
     ]
@@ -214,26 +188,6 @@ def sampled_rows(index: SampleIndex) -> NDArray[np.int64]:
     return index.spread_rows(_SAMPLED)
 
 
-def _declared_sources(section: DataSection) -> list[_SourceKeys]:
-    return [_declared_source(table, source) for table, source in section.located_sources]
-
-
-def _declared_source(table: str, source: EntriesSection) -> _SourceKeys:
-    own = source if isinstance(source, SourceSection) else None
-    return _SourceKeys(
-        own.name if own is not None else "images",
-        own.weight if own is not None else 1.0,
-        source.entries,
-        source.columns.image,
-        source.columns.target,
-        tuple(own.class_names) if own is not None else (),
-        f"{table}.{source.entries_key}",
-        f"{table}.columns",
-        may_be_known_by_name(source) and own is not None,  # a lone one is read into memory
-        _named_format(source),
-    )
-
-
 def _named_format(source: EntriesSection) -> Format | None:
     """Return the format that the job names, or arrays of an .npz by their names; None: neither."""
     columns = source.columns
@@ -244,7 +198,8 @@ def _named_format(source: EntriesSection) -> Format | None:
 
 
 def _open_source(
-    keys: _SourceKeys,
+    table: str,
+    source: EntriesSection,
     split: ImageSplit,
     section: DataSection,
     folder: Path,
@@ -266,7 +221,7 @@ def _open_source(
             log.warning(
                 "%s: %d files in a store (%.1f GiB) are searched for their samples before the first step; "
                 "with data.shuffle = 'block', data.block_samples = 'file' a run begins with the first ones",
-                keys.key,
+                f"{table}.{source.entries_key}",
                 len(split.train.files),
                 total / 2**30,
             )
@@ -288,12 +243,12 @@ def _open_source(
             )
         except BadDataError as error:
             if isinstance(data_format, NumpyArrays):  # the job names arrays
-                raise JobError(f"{keys.columns_key}: {error.message}", error.hint) from error
+                raise JobError(f"{table}.columns: {error.message}", error.hint) from error
             raise with_way_out(error) from error
         done_bytes += part.size
         return index
 
-    train = open_part(split.train, keys.data_format)
+    train = open_part(split.train, _named_format(source))
     validation = open_part(split.validation, train.data_format) if split.validation.files else None
     records = _sample(train, section)
     arrays = [part.arrays for part in (split.train, split.validation)]
@@ -301,8 +256,8 @@ def _open_source(
         fields = ImageFields(*arrays[0])
         validation_fields = ImageFields(*arrays[1]) if arrays[1] else fields
     else:
-        fields = validation_fields = _find_fields(train, records, keys)
-    return _OpenSource(keys, train, validation, fields, validation_fields, records, is_remote)
+        fields = validation_fields = _find_fields(train, records, source, table)
+    return _OpenSource(table, source, train, validation, fields, validation_fields, records, is_remote)
 
 
 def _sample(index: SampleIndex, section: DataSection) -> list[Record]:
@@ -315,16 +270,24 @@ def _sample(index: SampleIndex, section: DataSection) -> list[Record]:
     return records
 
 
-def _find_fields(index: SampleIndex, records: list[Record], keys: _SourceKeys) -> ImageFields:
-    label = keys.label_field
+def _find_fields(
+    index: SampleIndex, records: list[Record], source: EntriesSection, table: str
+) -> ImageFields:
+    label = source.columns.target
     if label is None and isinstance(index.data_format, ImageFolder) and "class" in records[0]:
         label = "class"  # names, so that the numbers of another split's folders do not matter
-    return find_fields(records, keys.image_field, label, key=keys.key, columns_key=keys.columns_key)
+    return find_fields(
+        records,
+        source.columns.image,
+        label,
+        key=f"{table}.{source.entries_key}",
+        columns_key=f"{table}.columns",
+    )
 
 
 def _fit_transform(sources: Sequence[_OpenSource], section: DataSection) -> ImageTransform:
     """Return the transform of all sources; they have one size already, or the job resizes them."""
-    images = {one.keys.name: _decodable_images(one) for one in sources}
+    images = {one.name: _decodable_images(one) for one in sources}
     if section.image_transform.size is None:
         sizes = {name: found[0].size for name, found in images.items()}
         first, *others = sizes
@@ -351,8 +314,7 @@ def _decodable_images(source: _OpenSource) -> list[Image]:
     if not images:
         first = bad_sample(source.train, int(sampled_rows(source.train)[0]), causes[0])
         raise JobError(
-            f"{source.keys.key}: none of {len(source.records)} sampled images can be decoded; "
-            f"{first.message}",
-            f"set {source.keys.columns_key}.image to the field of the images, or write them again",
+            f"{source.key}: none of {len(source.records)} sampled images can be decoded; {first.message}",
+            f"set {source.table}.columns.image to the field of the images, or write them again",
         )
     return images

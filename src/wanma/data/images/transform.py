@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.formats.byte_ranges import describe_fault
 from wanma.data.images.own_transforms import OwnTransform, draw_generator, find_transforms
 from wanma.job.errors import JobError, missing_extra_error
 from wanma.job.sections.images import BUILT_IN_CHANGES, ImageTransformSection
@@ -205,7 +206,7 @@ def open_image(value: Any) -> Image:
     except module.UnidentifiedImageError as error:  # its text has an address in memory
         raise ValueError("the content is no image that Pillow knows") from error
     except Exception as error:  # Pillow's parsers raise many kinds
-        raise ValueError(f"the image cannot be decoded: {_cause(error)}") from error
+        raise ValueError(f"the image cannot be decoded: {describe_fault(error)}") from error
     if image.mode in _DEEP_MODES:
         raise ValueError(f"pixels of more than 8 bits (mode {image.mode}) are not supported")
     if min(image.size) < 1:
@@ -254,7 +255,7 @@ def _decode(image: Image, box: Box | None, size: tuple[int, int]) -> Image:
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise many kinds
-        raise ValueError(f"the image cannot be decoded: {_cause(error)}") from error
+        raise ValueError(f"the image cannot be decoded: {describe_fault(error)}") from error
     if image.mode not in ("L", "RGB"):
         image = image.convert("L" if image.mode in _GRAY_MODES else "RGB")
     if box is None:
@@ -289,7 +290,3 @@ def _random_box(size: tuple[int, int], draws: Iterator[float]) -> Box:
 
 def _between(low: float, high: float, share: float) -> float:
     return low + (high - low) * share
-
-
-def _cause(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -11,8 +11,6 @@ A file that has changed has another version, so another name: it alone is scanne
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -24,7 +22,7 @@ import numpy as np
 from wanma.data.formats.format import BadDataError, DataFile, FileGroup, Format, Layout, UnreadableFileError
 from wanma.data.index.gradual_index import ROWS_PER_FILE, GradualIndex
 from wanma.data.index.group_scan import open_if_whole, open_or_scan
-from wanma.data.index.layout_file import StoredLayout, open_layout, serialize
+from wanma.data.index.layout_file import hash_json, open_layout, serialize
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.stores.atomic_file import write_once
 from wanma.job.errors import WanmaError
@@ -86,7 +84,7 @@ def open_or_build_index(
     """
     groups, keys, paths = _groups(files, data_format, cache_folder)
     folder = cache_folder / "index"
-    index_path = folder / f"{_hash([keys, skip_damaged])}.index"
+    index_path = folder / f"{hash_json([keys, skip_damaged])}.index"
     try:
         stored = open_if_whole(index_path)
         if stored is None:
@@ -96,8 +94,8 @@ def open_or_build_index(
             f"cannot keep an index in {folder}: {error.strerror or error}",
             "free space, or choose another cache folder",
         ) from error
-    damaged = tuple(DamagedFile(*entry) for entry in stored.layout.facts["damaged"])
-    row_starts = stored.layout.tables["row_starts"]
+    damaged = tuple(DamagedFile(*entry) for entry in stored.facts["damaged"])
+    row_starts = stored.tables["row_starts"]
     return SampleIndex(data_format, groups, row_starts, stored.identity, paths, damaged)
 
 
@@ -113,7 +111,7 @@ def open_gradual_index(
     groups, _, paths = _groups(files, data_format, cache_folder)
     listing = [[file.size, file.version] for group in groups for file in group.files]
     row_starts = np.arange(len(groups) + 1, dtype=np.int64) * ROWS_PER_FILE
-    fingerprint = _hash([_format_identity(data_format), listing])
+    fingerprint = hash_json([_format_identity(data_format), listing])
     return GradualIndex(data_format, groups, row_starts, fingerprint, paths, ahead_bytes=ahead_bytes)
 
 
@@ -133,7 +131,7 @@ def _build(
     paths: Sequence[Path],
     progress: Progress | None,
     skip_damaged: bool,
-) -> StoredLayout:
+) -> Layout:
     """Scan all groups, and write the index; one process does it, the others wait for it.
 
     An index without files that cannot be opened now is not kept.
@@ -158,27 +156,27 @@ def _build(
 class _PassingIndexError(Exception):
     """End of a build whose index is used once."""
 
-    def __init__(self, index: StoredLayout) -> None:
+    def __init__(self, index: Layout) -> None:
         super().__init__()
         self.index = index
 
 
 def _join(
-    scanned: Sequence[StoredLayout | BadDataError], groups: Sequence[FileGroup], data_format: Format
-) -> StoredLayout:
+    scanned: Sequence[Layout | BadDataError], groups: Sequence[FileGroup], data_format: Format
+) -> Layout:
     """Return the index of groups: their rows, the damaged files, and the hash of all."""
     rows, identities, damaged = [], [], []
     for one, group in zip(scanned, groups, strict=True):
         if isinstance(one, BadDataError):
             rows.append(0)
-            identities.append(_hash(["damaged", [file.size for file in group.files]]))
+            identities.append(hash_json(["damaged", [file.size for file in group.files]]))
             damaged.append([one.file, one.cause if one.row is None else f"row {one.row}: {one.cause}"])
         else:
-            rows.append(one.layout.rows)
+            rows.append(one.rows)
             identities.append(one.identity)
-    fingerprint = _hash([_format_identity(data_format), identities, rows])
+    fingerprint = hash_json([_format_identity(data_format), identities, rows])
     row_starts = np.cumsum([0, *rows], dtype=np.int64)
-    return StoredLayout(Layout(sum(rows), {"row_starts": row_starts}, {"damaged": damaged}), fingerprint)
+    return Layout(sum(rows), {"row_starts": row_starts}, {"damaged": damaged}, identity=fingerprint)
 
 
 def _scan_groups(
@@ -186,24 +184,24 @@ def _scan_groups(
     data_format: Format,
     paths: Sequence[Path],
     progress: Progress | None,
-) -> list[StoredLayout | BadDataError]:
+) -> list[Layout | BadDataError]:
     """Scan all groups in threads: reading, decompressing and searching release the interpreter's lock."""
     total = sum(file.size for group in groups for file in group.files)
     done = 0
     if progress is not None:
         progress(0, total)
     with ThreadPoolExecutor(max(_MIN_THREADS, usable_cores()), thread_name_prefix="wanma-index") as pool:
-        futures: dict[Future[StoredLayout | BadDataError], int] = {
+        futures: dict[Future[Layout | BadDataError], int] = {
             pool.submit(_open_or_error, group, data_format, path): number
             for number, (group, path) in enumerate(zip(groups, paths, strict=True))
         }
-        scanned: dict[int, StoredLayout | BadDataError] = {}
+        scanned: dict[int, Layout | BadDataError] = {}
         try:
             for future in as_completed(futures):
                 number = futures[future]
                 one = future.result()
-                if isinstance(one, StoredLayout):  # the arrays of 10^9 samples would fill the memory
-                    one = replace(one, layout=Layout(one.layout.rows))
+                if isinstance(one, Layout):  # the arrays of 10^9 samples would fill the memory
+                    one = Layout(one.rows, identity=one.identity)
                 scanned[number] = one
                 done += sum(file.size for file in groups[number].files)
                 if progress is not None:
@@ -214,7 +212,7 @@ def _scan_groups(
     return [scanned[number] for number in range(len(groups))]
 
 
-def _open_or_error(group: FileGroup, data_format: Format, path: Path) -> StoredLayout | BadDataError:
+def _open_or_error(group: FileGroup, data_format: Format, path: Path) -> Layout | BadDataError:
     try:
         return open_or_scan(group, data_format, path)
     except BadDataError as error:
@@ -224,13 +222,8 @@ def _open_or_error(group: FileGroup, data_format: Format, path: Path) -> StoredL
 def _group_key(group: FileGroup, data_format: Format) -> str:
     """Return the hash of everything that determines a layout, content unread."""
     files = [[file.url, file.size, file.version] for file in group.files]
-    return _hash([_LAYOUTS, _format_identity(data_format), files, dict(group.facts)])
+    return hash_json([_LAYOUTS, _format_identity(data_format), files, dict(group.facts)])
 
 
 def _format_identity(data_format: Format) -> list[Any]:
     return [data_format.name, data_format.layout_version, data_format.options]
-
-
-def _hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

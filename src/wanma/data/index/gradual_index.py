@@ -36,7 +36,7 @@ class GradualIndex(SampleIndex):
     def layout(self, number: int) -> Layout:
         path = self.layout_files[number]
         try:
-            return open_or_scan(self.groups[number], self.data_format, path).layout
+            return open_or_scan(self.groups[number], self.data_format, path)
         except OSError as error:
             raise WanmaError(
                 f"cannot keep an index in {path.parent}: {error.strerror or error}",

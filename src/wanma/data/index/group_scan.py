@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,7 @@ import numpy as np
 import xxhash
 
 from wanma.data.formats.format import FileGroup, Format, Layout
-from wanma.data.index.layout_file import (
-    LayoutFileCorruptError,
-    StoredLayout,
-    hash_layout,
-    open_layout,
-    serialize,
-)
+from wanma.data.index.layout_file import LayoutFileCorruptError, hash_layout, open_layout, serialize
 from wanma.data.stores.atomic_file import write_once
 
 log = logging.getLogger("wanma.data")
@@ -25,7 +20,7 @@ _SAMPLED_BLOCKS = 16
 _SAMPLED_BYTES = 4096
 
 
-def open_or_scan(group: FileGroup, data_format: Format, path: Path) -> StoredLayout:
+def open_or_scan(group: FileGroup, data_format: Format, path: Path) -> Layout:
     """Open the layout of a group at `path`; a missing or damaged one is found again by a scan.
 
     One process scans, the others wait for it.
@@ -40,11 +35,11 @@ def open_or_scan(group: FileGroup, data_format: Format, path: Path) -> StoredLay
         if file is not None:
             layout = data_format.scan(group)
             identity = hash_layout(layout, _content_facts(group, layout))
-            file.writelines(serialize(StoredLayout(layout, identity)))
+            file.writelines(serialize(replace(layout, identity=identity)))
     return open_layout(path)
 
 
-def open_if_whole(path: Path) -> StoredLayout | None:
+def open_if_whole(path: Path) -> Layout | None:
     """Open a layout file; a damaged one is removed."""
     try:
         return open_layout(path)

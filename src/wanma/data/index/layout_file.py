@@ -9,10 +9,10 @@ arrays      each from a multiple of 64 bytes
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +31,20 @@ class LayoutFileCorruptError(Exception):
     """Error: a layout file contradicts its header; the message is the reason."""
 
 
-@dataclass(frozen=True)
-class StoredLayout:
-    """Layout as stored, with facts about its origin."""
-
-    layout: Layout
-    identity: str
-    """Hash of the content that the layout describes, equal on all nodes."""
-
-
-def serialize(stored: StoredLayout) -> Iterator[bytes | memoryview]:
+def serialize(layout: Layout) -> Iterator[bytes | memoryview]:
     """Yield the content of a layout file, in parts; arrays are not copied."""
     tables: dict[str, tuple[str, list[int], int]] = {}
     position = 0
-    for name, table in stored.layout.tables.items():
+    for name, table in layout.tables.items():
         position = _aligned(position)
         tables[name] = (table.dtype.str, list(table.shape), position)
         position += table.nbytes
     header = json.dumps(
         {
-            "rows": stored.layout.rows,
-            "facts": dict(stored.layout.facts),
-            "digest": stored.layout.digest,
-            "identity": stored.identity,
+            "rows": layout.rows,
+            "facts": dict(layout.facts),
+            "digest": layout.digest,
+            "identity": layout.identity,
             "tables": tables,
             "size": position,
         }
@@ -63,13 +54,13 @@ def serialize(stored: StoredLayout) -> Iterator[bytes | memoryview]:
     written = _PREFIX_BYTES + len(header)
     yield bytes(_aligned(written) - written)
     written = 0
-    for (_, _, position), table in zip(tables.values(), stored.layout.tables.values(), strict=True):
+    for (_, _, position), table in zip(tables.values(), layout.tables.values(), strict=True):
         yield bytes(position - written)
         yield array_bytes(table)
         written = position + table.nbytes
 
 
-def open_layout(path: Path) -> StoredLayout:
+def open_layout(path: Path) -> Layout:
     """Map a layout file, whose header is verified.
 
     Raises:
@@ -93,8 +84,7 @@ def open_layout(path: Path) -> StoredLayout:
         count = int(np.prod(shape, dtype=np.int64))
         table = np.frombuffer(mapped, dtype, count, start + position) if count else np.empty(0, dtype)
         tables[name] = table.reshape(shape)
-    layout = Layout(header["rows"], tables, header["facts"], header["digest"])
-    return StoredLayout(layout, header["identity"])
+    return Layout(header["rows"], tables, header["facts"], header["digest"], header["identity"])
 
 
 def hash_array(array: NDArray[Any]) -> str:
@@ -114,6 +104,12 @@ def hash_layout(layout: Layout, facts: Mapping[str, Any]) -> str:
     }
     text = json.dumps([layout.rows, tables, dict(layout.facts), layout.digest, dict(facts)], sort_keys=True)
     return xxhash.xxh3_128(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """Return the hash of a JSON-able value, 32 characters, as files of the cache are named."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _aligned(position: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -60,13 +59,17 @@ def open_records(
         BadDataError, WanmaError: files cannot be read or have another format.
     """
     names = [entries] if isinstance(entries, str) else list(entries)
-    files = [file for file in list_files(names, "entries") if file.is_named or not is_description(file.url)]
-    folder = cache_folder(cache)
+    files = without_descriptions(list_files(names, "entries"))
     chosen = format_named(data_format) if isinstance(data_format, str) else data_format
     index = open_index(
-        files, folder, cache_bytes, data_format=chosen, skip_damaged=skip_damaged, progress=progress
+        files,
+        cache_folder(cache),
+        cache_bytes,
+        data_format=chosen,
+        skip_damaged=skip_damaged,
+        progress=progress,
     )
-    return Records(index, (names, chosen, folder, cache_bytes, skip_damaged))
+    return Records(index)
 
 
 class Records:
@@ -76,12 +79,10 @@ class Records:
 
     Args:
         index: index of the files.
-        arguments: arguments of `open_records` that open it again.
     """
 
-    def __init__(self, index: SampleIndex, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, index: SampleIndex) -> None:
         self.index = index
-        self._arguments = arguments
 
     def __len__(self) -> int:
         return self.index.rows
@@ -108,15 +109,6 @@ class Records:
     def damaged(self) -> tuple[tuple[str, str], ...]:
         """Files that cannot be read and count as empty, each with the cause."""
         return tuple((one.file, one.cause) for one in self.index.damaged)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, self._arguments
-
-
-def _open_again(
-    names: list[str], chosen: Format | None, folder: Path, cache_bytes: int, skip_damaged: bool
-) -> Records:
-    return open_records(names, chosen, cache=folder, cache_bytes=cache_bytes, skip_damaged=skip_damaged)
 
 
 def open_index(
@@ -170,10 +162,14 @@ def is_in_process_memory(index: SampleIndex) -> bool:
     return any(isinstance(file, OpenableFile) and is_shared_memory(file.stored.filesystem) for file in files)
 
 
-def is_description(url: str) -> bool:
-    """Return True for the name of a file that describes data and holds no samples."""
-    name = url.rpartition("/")[2].lower()
-    return any(fnmatchcase(name, pattern) for pattern in _DESCRIPTIONS)
+def without_descriptions(files: Iterable[StoredFile]) -> list[StoredFile]:
+    """Return files without those in folders that describe data and hold no samples, such as README.md."""
+
+    def describes(file: StoredFile) -> bool:
+        name = file.url.rpartition("/")[2].lower()
+        return not file.is_named and any(fnmatchcase(name, pattern) for pattern in _DESCRIPTIONS)
+
+    return [file for file in files if not describes(file)]
 
 
 def read_each(index: SampleIndex, rows: Rows) -> list[Record | BadDataError]:

@@ -53,9 +53,9 @@ class SampleIndex:
     damaged: tuple[DamagedFile, ...] = ()
     """Files that were skipped when the index was built."""
     _readers: OrderedDict[int, tuple[RowReader, FileWatch]] = field(
-        default_factory=OrderedDict, repr=False, compare=False
+        default_factory=OrderedDict, init=False, repr=False, compare=False
     )
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy by pickle opens its own readers."""
@@ -115,7 +115,7 @@ class SampleIndex:
 
     def layout(self, number: int) -> Layout:
         """Return the layout of a group, mapped into memory; one that was removed is found again."""
-        layout = open_or_scan(self.groups[number], self.data_format, self.layout_files[number]).layout
+        layout = open_or_scan(self.groups[number], self.data_format, self.layout_files[number])
         rows = int(self.row_starts[number + 1] - self.row_starts[number])
         if layout.rows != rows:
             raise BadDataError(

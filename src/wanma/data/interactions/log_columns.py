@@ -10,8 +10,6 @@ is in memory at a time. All such files take at most `data.cache_bytes`, apart fr
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import time
@@ -30,7 +28,7 @@ from numpy.typing import NDArray
 from wanma.data.formats.format import BadDataError, Layout, Record, UnreadableFileError, row_place
 from wanma.data.index.build import Progress
 from wanma.data.index.group_scan import open_if_whole
-from wanma.data.index.layout_file import StoredLayout, array_bytes, open_layout, serialize
+from wanma.data.index.layout_file import array_bytes, hash_json, open_layout, serialize
 from wanma.data.index.records import cache_folder, read_each
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.id_hashing import hash_ids, is_missing
@@ -94,8 +92,10 @@ def open_columns(
                 if file is not None:
                     faults = dict[int, str]()
                     columns = _map_chunks(_convert_rows(index, section, fields, faults, progress), folder)
-                    layout = Layout(len(columns["users"]), columns, {"faults": faults})
-                    file.writelines(serialize(StoredLayout(layout, index.fingerprint)))
+                    layout = Layout(
+                        len(columns["users"]), columns, {"faults": faults}, identity=index.fingerprint
+                    )
+                    file.writelines(serialize(layout))
             stored = open_layout(path)
             _make_room(folder, section.cache_bytes)
         except OSError as error:
@@ -105,8 +105,8 @@ def open_columns(
             ) from error
     with suppress(OSError):  # a shared cache may be read-only
         os.utime(path)
-    found = {int(row): cause for row, cause in stored.layout.facts["faults"].items()}
-    return dict(stored.layout.tables), found
+    found = {int(row): cause for row, cause in stored.facts["faults"].items()}
+    return dict(stored.tables), found
 
 
 def convert_columns(values: Mapping[str, Sequence[Any]], section: DataSection) -> Columns:
@@ -156,8 +156,7 @@ def _key(index: SampleIndex, section: DataSection, fields: Mapping[str, str]) ->
     keys = section.interactions
     tables = [[keys.hash_rows_of(name), id_end(keys, name)] for name in section.columns.table_names]
     values = [keys.target, keys.positive_from, keys.log_dense, keys.missing_dense]
-    text = json.dumps([_VERSION, index.fingerprint, index.versions, list(fields.items()), tables, values])
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hash_json([_VERSION, index.fingerprint, index.versions, list(fields.items()), tables, values])
 
 
 def _convert_rows(

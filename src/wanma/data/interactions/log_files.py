@@ -15,7 +15,7 @@ from wanma.data.formats.csv_rows import Csv
 from wanma.data.formats.detection import format_named
 from wanma.data.formats.format import BadDataError, Format, Record
 from wanma.data.index.build import Progress
-from wanma.data.index.records import cache_folder, is_description, open_index, read_each
+from wanma.data.index.records import cache_folder, open_index, read_each, without_descriptions
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.id_hashing import is_missing
 from wanma.data.stores.listing import StoredFile, list_files
@@ -42,8 +42,7 @@ def list_log_files(section: DataSection) -> list[StoredFile]:
     Raises:
         JobError: an entry is missing, or has no file of rows.
     """
-    listed = list_files(section.path, "data.path", section.store_retry_seconds)
-    files = [file for file in listed if file.is_named or not is_description(file.url)]
+    files = without_descriptions(list_files(section.path, "data.path", section.store_retry_seconds))
     if not files:
         raise JobError("data.path: no file holds interactions", "name files, or folders with files")
     return files

@@ -12,15 +12,11 @@ from wanma.job.sections.train import TrainSection
 
 def global_batch_size(train: TrainSection, step: int) -> int:
     """Return the global batch size of `step`, in samples."""
-    if not train.batch_ramp:
-        return train.global_batch
     return next(batch for first, batch in reversed(_constant_stages(train)) if first <= step)
 
 
 def samples_consumed_before(train: TrainSection, step: int) -> int:
     """Return the samples consumed by the steps before `step`: its start position in the data."""
-    if not train.batch_ramp:
-        return step * train.global_batch
     pieces = _constant_stages(train)
     ends = [first for first, _ in pieces[1:]] + [step]
     return sum(

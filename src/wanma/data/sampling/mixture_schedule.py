@@ -63,11 +63,7 @@ class Mixture:
             if end - first == 1 or not len(positions):
                 sources[positions] = first
                 continue
-            middle = (first + end) // 2
-            left_weight, total_weight = (
-                sum(self.source_weights[first:middle]),
-                sum(self.source_weights[first:end]),
-            )
+            middle, left_weight, total_weight = self._split(first, end)
             left_count = _left_before(indices[positions], left_weight, total_weight)
             goes_left = _left_before(indices[positions] + 1, left_weight, total_weight) > left_count
             indices[positions] = np.where(goes_left, left_count, indices[positions] - left_count)
@@ -83,14 +79,15 @@ class Mixture:
             if end - first == 1:
                 counts[first] = count
             elif count:  # else the weights of the whole subtree may be 0
-                middle = (first + end) // 2
-                left_weight, total_weight = (
-                    sum(self.source_weights[first:middle]),
-                    sum(self.source_weights[first:end]),
-                )
+                middle, left_weight, total_weight = self._split(first, end)
                 left_count = int(_left_before(np.array(count), left_weight, total_weight))
                 pending += [(first, middle, left_count), (middle, end, count - left_count)]
         return tuple(counts)
+
+    def _split(self, first: int, end: int) -> tuple[int, int, int]:
+        """Return where sources [first, end) are split, the weight of the left ones, and that of all."""
+        middle, weights = (first + end) // 2, self.source_weights
+        return middle, sum(weights[first:middle]), sum(weights[first:end])
 
 
 def _left_before(sample_indices: IndexArray, left_weight: int, total_weight: int) -> IndexArray:

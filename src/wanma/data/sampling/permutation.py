@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 IndexArray = NDArray[np.int64]
-
-_Network = Callable[[NDArray[np.uint64], int, NDArray[np.uint64]], NDArray[np.uint64]]
-"""Function (values, bits, round keys) -> values: a bijection of the integers of that many bits."""
 
 _ROUNDS = 8
 _MAX_SIZE = 1 << 62
@@ -66,7 +63,7 @@ def permute_indices(positions: IndexArray, size: int, *key: int | str) -> IndexA
         ValueError: a position outside [0, size), or a size beyond 2**62.
     """
     _check_positions(positions, size)
-    return _walk_cycle(positions, size, _round_keys(key), _feistel)
+    return _walk_cycle(positions, size, _round_keys(key))
 
 
 def invert_permutation(indices: IndexArray, size: int, *key: int | str) -> IndexArray:
@@ -76,7 +73,7 @@ def invert_permutation(indices: IndexArray, size: int, *key: int | str) -> Index
         ValueError: as `permute_indices`.
     """
     _check_positions(indices, size)
-    return _walk_cycle(indices, size, _round_keys(key), _invert_feistel)
+    return _walk_cycle(indices, size, _round_keys(key), range(_ROUNDS - 1, -1, -1))
 
 
 def permute_in_groups(
@@ -102,7 +99,7 @@ def permute_in_groups(
     for size in np.unique(sizes):
         mask = sizes == size
         _check_positions(positions[mask], int(size))
-        permuted[mask] = _walk_cycle(positions[mask], int(size), round_keys[:, mask], _feistel)
+        permuted[mask] = _walk_cycle(positions[mask], int(size), round_keys[:, mask])
     return permuted
 
 
@@ -114,53 +111,36 @@ def _check_positions(positions: IndexArray, size: int) -> None:
 
 
 def _walk_cycle(
-    positions: IndexArray, size: int, round_keys: NDArray[np.uint64], network: _Network
+    positions: IndexArray, size: int, round_keys: NDArray[np.uint64], rounds: Sequence[int] = range(_ROUNDS)
 ) -> IndexArray:
-    """Apply `network` until every value is inside [0, size).
+    """Apply the Feistel network until every value is inside [0, size).
 
     Args:
         positions: integers in [0, size).
         round_keys: keys of the rounds, (rounds,), or (rounds, positions) with keys of their own.
-        network: Feistel network, or its inverse, which walks the same cycles backward.
+        rounds: order of the rounds; reversed, the inverse walks the same cycles backward.
     """
     bits = (size - 1).bit_length()
-    values = network(positions.astype(np.uint64), bits, round_keys)
+    values = _feistel(positions.astype(np.uint64), bits, round_keys, rounds)
     is_outside = values >= size
     while is_outside.any():  # at most half of the domain is outside: two passes on average
         keys = round_keys if round_keys.ndim == 1 else round_keys[:, is_outside]
-        values[is_outside] = network(values[is_outside], bits, keys)
+        values[is_outside] = _feistel(values[is_outside], bits, keys, rounds)
         is_outside = values >= size
     return values.astype(np.int64)
 
 
-def _feistel(values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply an unbalanced Feistel network on `bits` bits: each round keys one half by the other."""
-    low, high, low_bits, low_mask, high_mask = _split_halves(values, bits)
-    for index in range(0, _ROUNDS, 2):
-        low = low ^ (mix_bits(high, round_keys[index]) & low_mask)
-        high = high ^ (mix_bits(low, round_keys[index + 1]) & high_mask)
-    return (high << low_bits) | low
-
-
-def _invert_feistel(
-    values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint64]
+def _feistel(
+    values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint64], rounds: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Apply the inverse of `_feistel`: its rounds backward."""
-    low, high, low_bits, low_mask, high_mask = _split_halves(values, bits)
-    for index in reversed(range(0, _ROUNDS, 2)):
-        high = high ^ (mix_bits(low, round_keys[index + 1]) & high_mask)
-        low = low ^ (mix_bits(high, round_keys[index]) & low_mask)
-    return (high << low_bits) | low
-
-
-def _split_halves(
-    values: NDArray[np.uint64], bits: int
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], np.uint64, np.uint64, np.uint64]:
-    """Return the low and the high half of `values`, the bits of the low one, and the masks of both."""
+    """Apply an unbalanced Feistel network on `bits` bits: each round keys one half by the other."""
     low_bits = np.uint64(bits - bits // 2)
-    low_mask = np.uint64((1 << int(low_bits)) - 1)
-    high_mask = np.uint64((1 << (bits // 2)) - 1)
-    return values & low_mask, values >> low_bits, low_bits, low_mask, high_mask
+    masks = np.uint64((1 << int(low_bits)) - 1), np.uint64((1 << (bits // 2)) - 1)
+    halves = [values & masks[0], values >> low_bits]
+    for index in rounds:
+        half = index % 2
+        halves[half] = halves[half] ^ (mix_bits(halves[1 - half], round_keys[index]) & masks[half])
+    return (halves[1] << low_bits) | halves[0]
 
 
 def mix_bits(values: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:

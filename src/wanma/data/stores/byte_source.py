@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from wanma.job.errors import WanmaError
 
@@ -38,8 +38,22 @@ class ByteSource(Protocol):
         ...
 
 
-class MappedFile:
-    """Local file in mapped memory; a read is a view of it and copies nothing.
+class MemorySource:
+    """Bytes in memory as a source; a read is a view of them and copies nothing."""
+
+    def __init__(self, url: str, content: bytes | memoryview, version: str = "") -> None:
+        self.url, self.size, self.version = url, len(content), version
+        self._view = memoryview(content)
+
+    def read(self, start: int, end: int) -> memoryview:
+        return self._view[start:end]
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        return [self._view[start:end] for start, end in ranges]
+
+
+class MappedFile(MemorySource):
+    """Local file in mapped memory.
 
     Args:
         path: the file.
@@ -50,21 +64,12 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, version: str = "") -> None:
-        self.url = str(path)
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            self.size = status.st_size
-            self.version = version or f"{status.st_size}:{status.st_mtime_ns}"
-            # An empty file cannot be mapped.
-            self._view = memoryview(
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
-            )
-
-    def read(self, start: int, end: int) -> memoryview:
-        return self._view[start:end]
-
-    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        return [self._view[start:end] for start, end in ranges]
+            content: Any = b""  # an empty file cannot be mapped
+            if status.st_size:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        super().__init__(str(path), content, version or f"{status.st_size}:{status.st_mtime_ns}")
 
 
 class FileWatch:

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -35,19 +35,8 @@ _MAX_PAUSE_SECONDS = 30.0
 log = logging.getLogger("wanma.data")
 
 
-@dataclass(frozen=True)
-class StoreTraffic:
-    """Traffic of this process with stores, since it started."""
-
-    requests: int = 0
-    """Requests of ranges, failed ones included."""
-    failed_requests: int = 0
-    """Requests that failed; most were repeated."""
-    received_bytes: int = 0
-    """Bytes of content received."""
-
-    def __add__(self, other: StoreTraffic) -> StoreTraffic:
-        return StoreTraffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+Traffic = Counter[tuple[str, str]]
+"""Amounts by (metric, name): requests and bytes of each store, blocks of node caches."""
 
 
 class RequestGate:
@@ -59,25 +48,16 @@ class RequestGate:
     Args:
         max_requests: requests in flight.
         max_bytes: bytes in flight; a larger request passes alone.
-
-    Attributes:
-        slow_downs: number of pauses that the store asked for.
-        pause_seconds: seconds that requests have waited for such pauses, summed over threads.
     """
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
-        self.slow_downs, self.pause_seconds = 0, 0.0
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._request_limit = float(max_requests)
+        """Requests that may be in flight now: fewer after a slow-down."""
         self._requests = self._bytes = 0
         self._resume_time, self._pause = 0.0, _INITIAL_PAUSE_SECONDS
         self._changed = threading.Condition()
         self._random = random.SystemRandom()  # the process's own generator belongs to the user's training
-
-    @property
-    def request_limit(self) -> int:
-        """Requests that may be in flight now: fewer after a slow-down."""
-        return int(self._request_limit)
 
     @contextmanager
     def admit(self, size: int) -> Iterator[None]:
@@ -119,16 +99,13 @@ class RequestGate:
             self._resume_time = now + self._random.uniform(pause, 1.5 * pause)
             self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
             self._request_limit = max(1.0, self._request_limit / 2)
-            self.slow_downs += 1
 
     def _wait(self, size: int) -> None:
         """Wait for the end of a pause and for room; the lock is held."""
         while True:
             pause = self._resume_time - time.monotonic()
             if pause > 0:
-                start = time.monotonic()
                 self._changed.wait(pause)
-                self.pause_seconds += time.monotonic() - start
                 continue
             has_room = self._requests < int(self._request_limit) and self._bytes + size <= self._max_bytes
             if has_room or not self._requests:
@@ -150,7 +127,7 @@ class StoreClient:
         self._read_range = range_reader(self._filesystem)
         self.map = ProcessThreads(MAX_REQUESTS, "wanma-store").map
         self._lock = threading.Lock()
-        self._requests = self._failed_requests = self._received_bytes = 0
+        self._traffic: Traffic = Counter()
         self._is_away = False
 
     @property
@@ -160,10 +137,10 @@ class StoreClient:
         return found if isinstance(found, str) else found[0]
 
     @property
-    def traffic(self) -> StoreTraffic:
-        """Traffic of this process with the store."""
+    def traffic(self) -> Traffic:
+        """Requests of this process to the store, failed ones included, and bytes received."""
         with self._lock:
-            return StoreTraffic(self._requests, self._failed_requests, self._received_bytes)
+            return self._traffic.copy()
 
     def request(self, path: str, start: int, end: int) -> RangeAnswer:
         """Request bytes [start, end) of a file once, when the gate admits it.
@@ -177,13 +154,13 @@ class StoreClient:
             try:
                 answer = self._read_range(filesystem, path, start, end)
             except Exception as error:
-                self._count(0, failed=True)
+                self._count(0)
                 if isinstance(error, SlowDownError):
                     self.gate.slow_down(error.retry_after_seconds)
                 elif isinstance(error, ExpiredCredentialsError):
                     self._renew(filesystem)
                 raise
-        self._count(len(answer.content), failed=False)
+        self._count(len(answer.content))
         with self._lock:
             was_away, self._is_away = self._is_away, False
         if was_away:
@@ -214,11 +191,10 @@ class StoreClient:
         info: dict[str, Any] = self._filesystem.info(path)
         return info
 
-    def _count(self, size: int, failed: bool) -> None:
+    def _count(self, size: int) -> None:
         with self._lock:
-            self._requests += 1
-            self._failed_requests += failed
-            self._received_bytes += size
+            self._traffic["store_requests", self.protocol] += 1
+            self._traffic["store_bytes", self.protocol] += size
 
     def _renew(self, expired: Any) -> None:
         """Replace a filesystem with expired credentials, unless another thread has done so."""
@@ -289,13 +265,13 @@ def store_client(filesystem: Any) -> StoreClient:
         return client
 
 
-def store_traffic() -> dict[str, StoreTraffic]:
+def store_traffic() -> Traffic:
     """Return the traffic of this process by protocol, such as 's3', since it started or was forked."""
     with _registry.lock:
         clients = list(_registry.clients.values())
-    traffic: dict[str, StoreTraffic] = {}
+    traffic: Traffic = Counter()
     for client in clients:
-        traffic[client.protocol] = traffic.get(client.protocol, StoreTraffic()) + client.traffic
+        traffic.update(client.traffic)
     return traffic
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import fsspec
 from fsspec.core import get_filesystem_class, url_to_fs
 from fsspec.utils import get_protocol
 
@@ -21,6 +20,9 @@ _PATHS_WITHOUT_HOST = ("webhdfs", "hdfs")
 """Protocols whose paths in fsspec lack the host of the URL."""
 _NAMENODE_HTTP_PORT = 9870
 """Default HTTP port of a NameNode since Hadoop 3, which serves WebHDFS."""
+_KNOWN_PROTOCOLS = (
+    "URLs start with one of file://, memory://, http://, s3://, gs://, abfs://, hf://, hdfs://, webhdfs://"
+)
 
 
 def open_filesystem(entry: str) -> tuple[Any, str]:
@@ -111,32 +113,16 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
-def uses_async_filesystem(entry: str) -> bool:
-    """Return True if reading `entry` starts fsspec's thread for asynchronous storage (s3, gs, http etc.)."""
+def is_remote_entry(entry: str) -> bool:
+    """Return True if reading `entry` takes a network, or fsspec's thread for asynchronous storage."""
     for part in entry.split("::"):
         protocol = get_protocol(part)
-        try:
-            if protocol != "file" and get_filesystem_class(protocol).async_impl:
+        if protocol in STORAGE_EXTRAS:
+            return True
+        with suppress(ImportError, ValueError):  # cannot be read at all, which the listing reports better
+            if get_filesystem_class(protocol).async_impl:
                 return True
-        except (ImportError, ValueError):
-            return False  # cannot be read at all, which the listing reports better
     return False
-
-
-def is_remote_entry(entry: str) -> bool:
-    """Return True if `entry` is read over a network, by libraries that start threads."""
-    is_known = any(get_protocol(part) in STORAGE_EXTRAS for part in entry.split("::"))
-    return is_known or uses_async_filesystem(entry)
-
-
-def filesystem_to_json(filesystem: Any) -> str:
-    """Serialize a filesystem for a process that reads on our behalf; inverse of `filesystem_from_json`."""
-    text: str = filesystem.to_json()
-    return text
-
-
-def filesystem_from_json(text: str) -> Any:
-    return fsspec.AbstractFileSystem.from_json(text)
 
 
 def unreadable_error(name: str, key: str, error: Exception) -> WanmaError:
@@ -158,9 +144,7 @@ def unreadable_error(name: str, key: str, error: Exception) -> WanmaError:
             return missing_extra_error(*STORAGE_EXTRAS[protocol], f"{key} = '{name}'" if key else f"'{name}'")
         return JobError(f"{prefix}'{name}' needs a package that is not installed: {error}")
     if isinstance(error, ValueError):
-        return JobError(
-            f"{prefix}'{name}' is not a readable path or URL: {_cause(error)}", _known_protocols()
-        )
+        return JobError(f"{prefix}'{name}' is not a readable path or URL: {_cause(error)}", _KNOWN_PROTOCOLS)
     return WanmaError(f"{prefix}cannot read '{name}': {_cause(error)}")
 
 
@@ -173,15 +157,6 @@ def _cause(error: Exception) -> str:
 
 def shown_cause(error: Exception) -> Exception | None:
     """Return `error` as the cause of another; None if its text holds credentials, which logs would show."""
-    texts = [str(error), *(os.fspath(name) for name in _file_names(error))]
+    name = getattr(error, "filename", None)
+    texts = [str(error), *([name] if isinstance(name, str) else [])]
     return error if all(redact_credentials(text) == text for text in texts) else None
-
-
-def _file_names(error: Exception) -> list[str]:
-    return [name for name in (getattr(error, "filename", None),) if isinstance(name, str)]
-
-
-def _known_protocols() -> str:
-    return "URLs start with one of " + ", ".join(
-        f"{name}://" for name in ("file", "memory", "http", "s3", "gs", "abfs", "hf", "hdfs", "webhdfs")
-    )

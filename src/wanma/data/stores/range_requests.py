@@ -157,13 +157,10 @@ def _read_http(filesystem: Any, path: str, start: int, end: int) -> RangeAnswer:
                 length = answer.headers.get("Content-Length")
                 if start or length is None or int(length) > end:
                     raise NoRangesError
-            return RangeAnswer(await answer.read(), _versions(answer.headers))
+            names = [name for name in ("ETag", "Last-Modified") if answer.headers.get(name)]
+            return RangeAnswer(await answer.read(), {name: answer.headers[name] for name in names})
 
     return _run(filesystem, request, deadline)
-
-
-def _versions(headers: Any) -> dict[str, str]:
-    return {name: headers[name] for name in ("ETag", "Last-Modified") if headers.get(name)}
 
 
 def _read_webhdfs(filesystem: Any, path: str, start: int, end: int) -> RangeAnswer:

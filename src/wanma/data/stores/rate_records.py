@@ -40,10 +40,6 @@ class RateRecord:
         """The measurement in words: 'measured by a probe on 2026-11-27'."""
         return f"measured by {'a probe' if self.source == 'probe' else self.source} on {self.day}"
 
-    def age_days(self, today: datetime.date) -> int:
-        """Return the days since the measurement."""
-        return (today - datetime.date.fromisoformat(self.day)).days
-
 
 def has_rates(cache: Path, kind: str) -> bool:
     """Return whether there is a record of any thing of this kind."""
@@ -64,7 +60,8 @@ def read_rates(cache: Path, kind: str, name: str, max_age_days: int = MAX_AGE_DA
         record = RateRecord(
             {key: float(figure) for key, figure in value["figures"].items()}, value["day"], value["source"]
         )
-        if value["name"] != name or not 0 <= record.age_days(_today()) <= max_age_days:
+        age = _today() - datetime.date.fromisoformat(record.day)
+        if value["name"] != name or not 0 <= age.days <= max_age_days:
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

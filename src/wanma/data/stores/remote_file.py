@@ -172,7 +172,7 @@ class RemoteFile:
             if not self._names_version(answer):
                 self._check_metadata(client, is_short=len(answer.content) != end - start)
         except ChangedFileError as error:
-            raise self._changed_error(str(error)) from None
+            raise _changed_error(self._file, str(error)) from None
         except NoRangesError:
             raise WholeFilesOnlyError(
                 f"{_key_prefix(self._file)}the server of '{self.url}' sends whole files only, no ranges",
@@ -208,9 +208,6 @@ class RemoteFile:
         if is_known and not is_same_version(str(version), self.version):
             raise ChangedFileError(f"its version was {self.version} and is {version} now")
         self._next_check_time = now + RECHECK_SECONDS
-
-    def _changed_error(self, detail: str) -> WanmaError:
-        return _changed_error(self._file, detail)
 
     def _unreadable_error(self, error: Exception) -> WanmaError:
         return unreadable_error(self._file.url, self._file.job_key, error)

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
-from wanma.data.stores.client import store_client
+from wanma.data.stores.client import StoreClient, store_client
 from wanma.data.stores.filesystems import is_local, is_shared_memory
 from wanma.data.stores.listing import StoredFile
-from wanma.data.stores.rate_records import RateRecord, read_rates, write_rates
+from wanma.data.stores.rate_records import read_rates, write_rates
 from wanma.job.forecast.data_feed import StoreRates
 from wanma.job.url_credentials import redact_credentials
 
@@ -35,18 +34,11 @@ _PARALLEL_REQUESTS = 8
 _MIN_BYTES = 64 << 10
 """Bytes of a request below which its time says nothing about bandwidth."""
 
+_FIGURES = ("latency_seconds", "connection_bytes_per_second", "bytes_per_second")
+"""Rates that a record keeps."""
+
 Range = tuple[str, int, int]
 """Path, first byte and end of a range."""
-
-
-class ProbedClient(Protocol):
-    """Client of a store, as a probe uses it."""
-
-    def request(self, path: str, start: int, end: int, /) -> object:
-        """Read a range once."""
-
-    def map(self, function: Callable[[Range], object], items: Sequence[Range], /) -> object:
-        """Call a function with each item, side by side."""
 
 
 def measured_store_rates(files: Sequence[StoredFile], cache: Path, *, is_probed: bool) -> StoreRates | None:
@@ -68,11 +60,12 @@ def measured_store_rates(files: Sequence[StoredFile], cache: Path, *, is_probed:
         if not is_probed:
             return StoreRates(fault="data.probe_store = false")
         rates = probe_store([file for file in remote if store_name(file) == name])
-        figures = _figures(rates)
+        figures = {name: value for name in _FIGURES if (value := getattr(rates, name)) is not None}
         if not figures:
             return rates
         record = write_rates(cache, "store", name, "probe", figures)
-    return _rates_of(record)
+    latency, connection, together = map(record.figures.get, _FIGURES)
+    return StoreRates(latency, connection, together, record.origin)
 
 
 def store_name(file: StoredFile) -> str:
@@ -84,7 +77,7 @@ def store_name(file: StoredFile) -> str:
 
 def probe_store(
     files: Sequence[StoredFile],
-    client: ProbedClient | None = None,
+    client: StoreClient | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StoreRates:
     """Measure a store by reading the first bytes of some of its files; a failure is part of the result.
@@ -115,7 +108,7 @@ def probe_store(
 
 
 def _probe(
-    files: Sequence[StoredFile], client: ProbedClient, clock: Callable[[], float]
+    files: Sequence[StoredFile], client: StoreClient, clock: Callable[[], float]
 ) -> Iterator[StoreRates]:
     """Yield the rates that are known after each part of a probe."""
     filled = sorted((file for file in files if file.size), key=lambda file: -file.size)
@@ -174,18 +167,3 @@ def _ranges(files: Sequence[StoredFile], size: int) -> list[Range]:
 def _bandwidth(size: int, seconds: float, latency: float | None) -> float:
     """Return bytes/s beyond the latency, which may be noise larger than the transfer."""
     return size / max(seconds - (latency or 0.0), seconds / 10, 1e-9)
-
-
-def _figures(rates: StoreRates) -> dict[str, float]:
-    names = ("latency_seconds", "connection_bytes_per_second", "bytes_per_second")
-    return {name: value for name in names if (value := getattr(rates, name)) is not None}
-
-
-def _rates_of(record: RateRecord) -> StoreRates:
-    figures = record.figures
-    return StoreRates(
-        figures.get("latency_seconds"),
-        figures.get("connection_bytes_per_second"),
-        figures.get("bytes_per_second"),
-        record.origin,
-    )

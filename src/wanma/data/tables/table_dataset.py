@@ -30,10 +30,10 @@ from wanma.data.images.stored_images import check_file_limit, sampled_rows
 from wanma.data.index.build import Progress
 from wanma.data.index.records import (
     cache_folder,
-    is_description,
     is_in_process_memory,
     open_index,
     read_each,
+    without_descriptions,
 )
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.stores.listing import list_files
@@ -87,7 +87,6 @@ class TableDataset:
         classes: Classes | None,
         feature_count: int,
     ) -> None:
-        self._arguments = section, number
         self._index, self.features, self.classes = index, list(features), classes
         table, source = section.located_sources[number]
         self._target, self._columns_key = source.columns.target or "", f"{table}.columns"
@@ -150,9 +149,6 @@ class TableDataset:
             raise ValueError(f"the field '{self._target}' has {len(values)} values; a target is one number")
         return torch.tensor(values[0], dtype=torch.float32)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, self._arguments
-
 
 def process_count(section: DataSection, datasets: Sequence[Any]) -> int:
     """Return the loader processes for map-style datasets; 0: threads read them.
@@ -194,15 +190,12 @@ def open_tables(section: DataSection, progress: Progress | None = None) -> dict[
     return opened
 
 
-def _open_again(section: DataSection, number: int) -> TableDataset:
-    return open_tables(section)[number]
-
-
 def _open_table(section: DataSection, number: int, progress: Progress | None) -> TableDataset:
     table, source = section.located_sources[number]
     columns, key = source.columns, f"{table}.columns"
-    listed = list_files(source.entries, f"{table}.{source.entries_key}", section.store_retry_seconds)
-    files = [file for file in listed if file.is_named or not is_description(file.url)]
+    files = without_descriptions(
+        list_files(source.entries, f"{table}.{source.entries_key}", section.store_retry_seconds)
+    )
     assert columns.target is not None
     names = (*columns.features, columns.target)
     chosen = format_named(source.format) if source.format else None

@@ -11,6 +11,7 @@ from wanma.data.documents.corpus_acceptance import report_unused
 from wanma.data.documents.document_groups import holds_records
 from wanma.data.documents.record_fields import DEFAULT_TEXT_FIELD
 from wanma.data.documents.text_files import STANDARD_LIBRARY, list_documents
+from wanma.data.index.build import Progress
 from wanma.data.index.records import cache_folder
 from wanma.data.sampling.mixture_schedule import SourceWeight
 from wanma.data.stores.filesystems import is_remote_entry
@@ -19,7 +20,6 @@ from wanma.data.text.encoding_task import ReadingSettings
 from wanma.data.text.preparation_measurement import measure_preparation
 from wanma.data.text.sequence_packing import divide_corpus
 from wanma.data.text.token_file import TokenFile, open_or_build_token_file, token_folder
-from wanma.data.text.tokenization import Progress
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.forecast.data_feed import TextPreparation
 from wanma.job.sections.data import DataSection
@@ -41,8 +41,7 @@ def build_token_files(
             if progress is not None:
                 progress(text_start + document_bytes, sum(totals))
 
-        folder = token_folder(text.documents, tokenizer, cache_folder(section.cache), text.settings)
-        is_built = folder.is_dir()
+        is_built = _is_built(text, tokenizer, section)
         files.append(open_token_file_of(text, tokenizer, section, advance))
         if is_built:  # a build tells it before its long work
             report_unused(text.documents, files[-1].header.get("notes", ()))
@@ -87,10 +86,7 @@ def preparation_of(
     section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer
 ) -> TextPreparation:
     """Return the preparation that the text of a job needs on this machine; see `measure_preparation`."""
-    cache = cache_folder(section.cache)
-    missing = [
-        text for text in texts if not token_folder(text.documents, tokenizer, cache, text.settings).is_dir()
-    ]
+    missing = [text for text in texts if not _is_built(text, tokenizer, section)]
     documents = [(document, text.settings.text_field) for text in missing for document in text.documents]
     size = sum(document.size for text in texts for document in text.documents)
     return measure_preparation(section, size, documents, tokenizer)
@@ -98,12 +94,11 @@ def preparation_of(
 
 def reads_records(section: DataSection, texts: Sequence[TextSource], tokenizer: Tokenizer) -> bool:
     """Return True if token files are to be built of more than plain text, by libraries that start threads."""
-    cache = cache_folder(section.cache)
-    return any(
-        not token_folder(text.documents, tokenizer, cache, text.settings).is_dir()
-        and holds_records(text.documents)
-        for text in texts
-    )
+    return any(not _is_built(text, tokenizer, section) and holds_records(text.documents) for text in texts)
+
+
+def _is_built(text: TextSource, tokenizer: Tokenizer, section: DataSection) -> bool:
+    return token_folder(text.documents, tokenizer, cache_folder(section.cache), text.settings).is_dir()
 
 
 def reads_remote_storage(section: DataSection) -> bool:

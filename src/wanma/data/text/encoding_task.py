@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,6 @@ class EncodingResult:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def describe_bad_rows(rows: Sequence[BadRow]) -> str:
     """Return the first bad rows in words."""
@@ -225,7 +222,7 @@ def run_task(
 def open_layout_of(group: FileGroup, data_format: Format, folder: Path) -> Layout:
     """Return the layout of a group, found by one process for all tasks that read it."""
     identity = hashlib.sha256(f"{group.url}\0{group.files[0].version}".encode("utf-8", "surrogatepass"))
-    return open_or_scan(group, data_format, folder / "layouts" / f"{identity.hexdigest()[:32]}.layout").layout
+    return open_or_scan(group, data_format, folder / "layouts" / f"{identity.hexdigest()[:32]}.layout")
 
 
 def _text_task(files: Sequence[StoredFile], size: int) -> EncodingTask:
@@ -282,7 +279,7 @@ class _Encoder:
                 is_started = True
         except BadDataError as error:
             self._writer.discard_document()
-            self._note_bad(document, error.file, None, error.cause, error)
+            self._note_bad(document, error)
             return
         if self._end_document(int.from_bytes(digest.digest(), "little")):
             self.result.non_utf8_documents += not is_valid_utf8
@@ -304,7 +301,7 @@ class _Encoder:
             layout = open_layout_of(opened, data_format, parent) if is_part else data_format.scan(opened)
             reader = data_format.open(opened, layout)
         except BadDataError as error:
-            self._note_bad(document, error.file, error.row, error.cause, error)
+            self._note_bad(document, error)
             return
         if isinstance(reader, ArrayReader) and group.kind == "array":
             self._encode_array(reader, group.column or "array", document)
@@ -336,9 +333,9 @@ class _Encoder:
                     raise record
                 self._encode_record(record, name)
             except BadDataError as error:
-                self._note_bad(document, error.file, row, error.cause, error)
+                self._note_bad(document, BadDataError(error.file, error.cause, row, error.hint))
             except ValueError as error:
-                self._note_bad(document, OpenableFile(document).url, row, str(error), None)
+                self._note_bad(document, BadDataError(OpenableFile(document).url, str(error), row))
             # An error, and no end of the part: another job with a higher limit would take it as whole.
             check_bad_limit(len(self.result.bad_rows), self.result.bad_rows, self._settings)
 
@@ -373,11 +370,11 @@ class _Encoder:
                     self._writer.write(tokens)
         except BadDataError as error:
             self._writer.discard_document()
-            self._note_bad(document, error.file, error.row, error.cause, error)
+            self._note_bad(document, error)
             return
         except ValueError as error:
             self._writer.discard_document()
-            self._note_bad(document, OpenableFile(document).url, None, str(error), None)
+            self._note_bad(document, BadDataError(OpenableFile(document).url, str(error)))
             return
         self._end_document(int.from_bytes(digest.digest(), "little"))
 
@@ -387,19 +384,16 @@ class _Encoder:
         self.result.empty_documents += not is_document
         return is_document
 
-    def _note_bad(
-        self, document: StoredFile, url: str, row: int | None, cause: str, error: BadDataError | None
-    ) -> None:
+    def _note_bad(self, document: StoredFile, error: BadDataError) -> None:
         """Count bad data, or refuse it if the job does not skip it."""
         if self._settings.bad_data == "skip":
-            self.result.bad_rows.append([url, row, cause])
+            self.result.bad_rows.append([error.file, error.row, error.cause])
             return
-        told = BadDataError(url, cause, row)
         hints = [
-            (error.hint if error is not None else "") or "correct it",
+            error.hint or "correct it",
             "data.bad_data = 'skip' leaves bad rows and files out, counted and listed",
         ]
-        raise JobError(f"{document.job_key}: {told.message}", "; or ".join(hints)) from error
+        raise JobError(f"{document.job_key}: {error.message}", "; or ".join(hints)) from error
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from wanma.data.cache.node_cache import Traffic, process_traffic
+from wanma.data.cache.node_cache import process_traffic
+from wanma.data.stores.client import Traffic
 from wanma.data.text.corpus import (
     TextSource,
     build_token_files,

@@ -270,7 +270,8 @@ def _split_within_documents(
         starts, ends = file.offsets[:-1], file.offsets[1:]
         cuts = ends - np.ceil(file.lengths * share).astype(np.int64)
         splits.append(ValidationSplit(_merge_segments(starts, cuts), _merge_segments(cuts, ends), share))
-        if (tokens := _count_tokens(splits[-1].train)) < min_tokens:
+        tokens = int(np.diff(splits[-1].train).sum())
+        if tokens < min_tokens:
             raise _insufficient_text(tokens, sequence_length, f" without the {share:.0%} for validation")
     return splits
 
@@ -293,10 +294,6 @@ def _merge_segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
     first = np.concatenate([starts[:1], starts[1:][gaps]])
     last = np.concatenate([ends[:-1][gaps], ends[-1:]])
     return np.stack([first, last], axis=1).astype(np.int64)
-
-
-def _count_tokens(segments: Segments) -> int:
-    return int((segments[:, 1] - segments[:, 0]).sum())
 
 
 def _insufficient_text(tokens: int, sequence_length: int, clause: str = "") -> JobError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,6 @@ class StoredTokens:
             )
             with mapped, memoryview(mapped) as view:
                 return hashlib.sha256(view[self.offset - start :]).hexdigest()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_stored_tokens(groups: Sequence[DocumentGroup], tokenizer: Tokenizer) -> StoredTokens | None:

@@ -22,9 +22,9 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from wanma.data.documents.corpus_acceptance import (
     unused_notes,
 )
 from wanma.data.documents.document_groups import DocumentGroup
+from wanma.data.index.build import Progress
+from wanma.data.index.layout_file import hash_json
 from wanma.data.stores.atomic_file import sync_to_disk
 from wanma.data.stores.byte_source import FileWatch
 from wanma.data.stores.file_locks import exclusive_lock
@@ -51,7 +53,7 @@ from wanma.data.text.encoding_task import (
 )
 from wanma.data.text.part_writer import TOKEN_FILES, JournalMismatchError, TokenFileWriter
 from wanma.data.text.stored_tokens import StoredTokens, find_stored_tokens
-from wanma.data.text.tokenization import Progress, tokenize_documents
+from wanma.data.text.tokenization import tokenize_documents
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import write_json
@@ -274,8 +276,7 @@ def _cache_key(documents: Sequence[StoredFile], tokenizer: Tokenizer, settings: 
     others = [*settings.identity, *entries_identity(documents)]
     if settings.is_chat and tokenizer.chat is not None:
         others.append(tokenizer.chat.fingerprint)
-    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *others])
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hash_json([_FORMAT, _VERSION, tokenizer.fingerprint, document_keys, *others])
 
 
 def _build(folder: Path, corpus: _Corpus) -> None:
@@ -285,7 +286,7 @@ def _build(folder: Path, corpus: _Corpus) -> None:
     """
     build_folder = folder.with_name(f"{folder.name}.building")
     build_folder.mkdir(exist_ok=True)
-    _remove_unjoined_parts(build_folder)
+    _remove([*build_folder.glob("part-*"), *build_folder.glob("tokenizer-*")])  # not joined yet
     _remove_abandoned_builds(folder.parent)
     corpus = replace(corpus, settings=replace(corpus.settings, cache_folder=str(build_folder / "blocks")))
     documents, tokenizer, settings = corpus.documents, corpus.tokenizer, corpus.settings
@@ -312,7 +313,8 @@ def _build(folder: Path, corpus: _Corpus) -> None:
             header["targets"] = built.result.targets
         header["notes"] = notes
         write_json(build_folder / "header.json", header)
-        _remove_temporary(build_folder)
+        kept = (*TOKEN_FILES, "header.json", "verified.json")
+        _remove(path for path in build_folder.iterdir() if path.name not in kept)
         sync_to_disk(build_folder / "header.json")
         sync_to_disk(build_folder)
         paths = {name: build_folder / name for name in TOKEN_FILES}
@@ -358,21 +360,12 @@ def _encode(
     raise AssertionError("unreachable")
 
 
-def _remove_unjoined_parts(build_folder: Path) -> None:
-    """Remove the parts of a killed builder that had not reached the token file."""
-    for path in (*build_folder.glob("part-*"), *build_folder.glob("tokenizer-*")):
+def _remove(paths: Iterable[Path]) -> None:
+    """Remove files and folders."""
+    for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
-
-
-def _remove_temporary(build_folder: Path) -> None:
-    """Remove everything but the token file itself."""
-    for path in build_folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name not in (*TOKEN_FILES, "header.json", "verified.json"):
             path.unlink(missing_ok=True)
 
 
@@ -410,7 +403,7 @@ def _header(
         "files": {name: {"size": sizes[name], "sha256": hashes[name]} for name in TOKEN_FILES},
         "data_hash": hashlib.sha256("".join([tokenizer.fingerprint, *hashes.values()]).encode()).hexdigest(),
     }
-    return header if stored is None else {**header, "stored_tokens": stored.to_json()}
+    return header if stored is None else {**header, "stored_tokens": asdict(stored)}
 
 
 @contextmanager
@@ -419,13 +412,9 @@ def _explain_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free_bytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
+        free_bytes = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
         raise WanmaError(
             f"cannot keep token files in {folder}: {error.strerror or error} ({free_bytes / 2**20:,.0f} MiB "
             "free)",
             "free space, or choose another folder with data.cache; incomplete files were removed",
         ) from error
-
-
-def _nearest_existing_folder(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -9,7 +9,7 @@ import queue
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
@@ -18,6 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from wanma.data.documents.document_groups import DocumentGroup
+from wanma.data.index.build import Progress
 from wanma.data.stores.filesystems import is_shared_memory
 from wanma.data.text.encoding_task import (
     EncodingResult,
@@ -28,14 +29,11 @@ from wanma.data.text.encoding_task import (
     run_task,
 )
 from wanma.data.text.part_writer import TokenFileWriter
-from wanma.data.text.tokenization_process import serve_tasks, task_to_json
+from wanma.data.text.tokenization_process import serve_tasks, task_request
 from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.run.child_process import ChildProcess
 from wanma.job.run.resource_limits import usable_cores
-
-Progress = Callable[[int, int], None]
-"""Callback for (bytes done, bytes in all)."""
 
 _Done = tuple[EncodingTask, Path, EncodingResult]
 """Task, its part, and its result."""
@@ -88,7 +86,7 @@ def tokenize_documents(
     count = encoding_processes(groups, tokenizer, process_count)
     with closing(_encode(tasks, tokenizer, writer.folder, settings, count)) as encoded:
         for task, part, result in encoded:
-            writer.append(part, task.name, result.to_json())
+            writer.append(part, task.name, asdict(result))
             note(task, result)
     if progress and processed_bytes != total_bytes:  # rows are counted by their share of a file
         progress(total_bytes, total_bytes)
@@ -184,7 +182,7 @@ class _TokenizationProcess:
 
     def encode(self, task: EncodingTask, part: Path, settings: ReadingSettings) -> EncodingResult:
         """Let the process encode a task; arguments and errors as of `run_task`."""
-        self._process.send({"task": task_to_json(task), "part": str(part), "settings": asdict(settings)})
+        self._process.send(task_request(task, part, settings))
         answer = next(self._process.answers(), None)
         if answer is None:
             code = self._process.wait()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.formats.byte_ranges import describe_fault
 from wanma.data.formats.image_folder import image_format
 from wanma.data.images.transform import image_of_array, import_pillow
 from wanma.job.errors import WanmaError
@@ -78,4 +79,4 @@ def _open(content: bytes) -> Any:
 def _cause(error: Exception) -> str:
     if type(error).__name__ == "UnidentifiedImageError":  # its text has the address of an object
         return "Pillow does not know its format, or its header is damaged"
-    return " ".join(str(error).split()) or type(error).__name__
+    return describe_fault(error)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.documents.record_fields import column_of
-from wanma.data.documents.rows import Document, document_of
+from wanma.data.chat.encoding import encode_conversation
+from wanma.data.documents.record_fields import column_of, field_value
+from wanma.data.documents.rows import document_of
 from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.format import BadDataError, Record
 from wanma.data.formats.image_folder import is_image
+from wanma.data.index.build import Progress
 from wanma.data.index.records import read_each
 from wanma.data.index.sample_index import DamagedFile, SampleIndex
 from wanma.data.sampling.permutation import permute_indices
@@ -22,7 +25,7 @@ from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.data.tools.images import is_picture, write_png
 from wanma.data.tools.record_content import content_bytes, record_decoder
 from wanma.data.tools.row_reading import row_url
-from wanma.data.tools.selection import DataSelection, DataSource, Progress
+from wanma.data.tools.selection import DataSelection, DataSource
 from wanma.data.tools.values import image_bytes, is_tokens, text_field, type_name, value_text
 from wanma.job.errors import JobError, did_you_mean
 
@@ -98,6 +101,7 @@ class SourceInspection:
     byte_lengths: Lengths | None
     token_lengths: Lengths | None
     packing: Packing | None
+    """None, too, for conversations, of which no row holds a part."""
     shown: tuple[ShownRow, ...]
     damaged: tuple[DamagedFile, ...]
     skipped: tuple[str, ...]
@@ -164,7 +168,11 @@ def _inspect_source(
             f"--field {options.field}: no row has it.{did_you_mean(options.field, known)}",
             f"the fields are {', '.join(known)}",
         )
-    lengths = _token_lengths(measured, options.field or source.field, tokenizer)
+    field = options.field or source.field
+    is_chat = source.is_chat and not options.field
+    if not field and "messages" in known and "text" not in known:  # as a job finds it
+        field, is_chat = "messages", True
+    lengths = _token_lengths(measured, field, tokenizer, is_chat=is_chat)
     tokens = _lengths(np.array(lengths, np.int64), index.rows) if lengths else None
     chosen = np.unique(np.concatenate([np.arange(min(options.rows, index.rows)), order[: options.sample]]))
     shown = [_shown_row(index, sample, record, tokenizer, options) for sample, record in _read(index, chosen)]
@@ -181,7 +189,7 @@ def _inspect_source(
         fields,
         _byte_lengths(index, measured),
         tokens,
-        _packing(tokens, lengths, sequence_length, index.rows),
+        None if is_chat else _packing(tokens, lengths, sequence_length, index.rows),
         tuple(shown),
         index.damaged,
         source.skipped,
@@ -249,32 +257,38 @@ def _lengths(values: NDArray[np.int64], rows: int) -> Lengths | None:
     return Lengths(len(values), is_exact, int(values.min()), median, p95, int(values.max()), total)
 
 
-def _token_lengths(records: Sequence[Record], field: str, tokenizer: Tokenizer | None) -> list[int]:
+def _token_lengths(
+    records: Sequence[Record], field: str, tokenizer: Tokenizer | None, *, is_chat: bool
+) -> list[int]:
     """Return the number of tokens of each record, the end of its document included if it is text.
 
     Args:
-        field: field of the text or of the tokens; empty: found by name.
+        field: field of the text, the tokens or the messages; empty: found by name.
         tokenizer: tokenizer of texts; None: only tokens are counted.
+        is_chat: True if the field holds conversations, which a chat template renders.
     """
+    if is_chat and (tokenizer is None or tokenizer.chat is None):
+        return []
     lengths = []
     for record in records:
         own = next((name for name, value in record.items() if is_tokens(name, value)), None)
         name = field or own or text_field(record)
-        document = None if name is None else _document(record, name)
-        if isinstance(document, bytes) and tokenizer is not None:
-            lengths.append(len(tokenizer.encode(document)) + 1)
-        elif document is not None and not isinstance(document, bytes):
-            lengths.append(len(document))
+        count = None if name is None else _token_count(record, name, tokenizer, is_chat)
+        if count is not None:
+            lengths.append(count)
     return lengths
 
 
-def _document(record: Record, field: str) -> Document | None:
-    """Return the document in a field, which may be a path; None: the record has none."""
+def _token_count(record: Record, field: str, tokenizer: Tokenizer | None, is_chat: bool) -> int | None:
+    """Return the number of tokens in a field, which may be a path; None: it holds none that are known."""
     for name in (field, field.removeprefix("json.")):  # fields of a `.json` file stand in the record itself
-        try:
-            return document_of(record, name)
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            if is_chat and tokenizer is not None:
+                return len(encode_conversation(field_value(record, name), tokenizer))
+            document = document_of(record, name)
+            if not isinstance(document, bytes):
+                return len(document)
+            return None if tokenizer is None else len(tokenizer.encode(document)) + 1
     return None
 
 
@@ -318,14 +332,3 @@ def _write_images(
                 write_png(value if content is None else content, path)
                 written.append(str(path))
     return tuple(written)
-
-
-def sourced_tokenizer(
-    selection: DataSelection, name: str | None, sequence_length: int | None
-) -> DataSelection:
-    """Return the selection with another tokenizer and sequence length, where they are given."""
-    return replace(
-        selection,
-        tokenizer=selection.tokenizer if name is None else name,
-        sequence_length=selection.sequence_length if sequence_length is None else sequence_length,
-    )

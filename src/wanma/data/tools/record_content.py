@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from wanma.data.formats.byte_ranges import describe_fault
 from wanma.data.formats.format import Format, Record
+from wanma.data.formats.image_folder import IMAGE_SUFFIXES
 from wanma.data.formats.tar_samples import TarSamples
 
-KEY_FIELD = "__key__"
-BINARY_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "bin", "npy")
+_KEY_FIELD = "__key__"
+_BINARY_SUFFIXES = (*IMAGE_SUFFIXES, "bin", "npy")
 """Suffixes of files of a sample whose names are those of fields without them."""
 _TEXT_SUFFIXES = ("txt", "text", "transcript")
 _NUMBER_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
@@ -29,11 +31,7 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 def record_decoder(data_format: Format) -> Callable[[Record], Record]:
     """Return the function that decodes the fields of a record which its format leaves as bytes."""
-    return decode_tar_record if isinstance(data_format, TarSamples) else _as_it_is
-
-
-def _as_it_is(record: Record) -> Record:
-    return record
+    return decode_tar_record if isinstance(data_format, TarSamples) else lambda record: record
 
 
 def decode_tar_record(record: Record) -> Record:
@@ -47,7 +45,7 @@ def decode_tar_record(record: Record) -> Record:
     for name, value in record.items():
         stem, _, suffix = name.rpartition(".")
         plain_name = stem if stem and stems[stem] == 1 and stem not in record else name
-        if name == KEY_FIELD:
+        if name == _KEY_FIELD:
             decoded[name] = value
         elif suffix in ("json", "jsn"):
             content = _decode(name, json.loads, bytes(value))
@@ -62,7 +60,7 @@ def decode_tar_record(record: Record) -> Record:
         elif suffix == "npy":
             decoded[plain_name] = _decode(name, _load_array, bytes(value))
         else:
-            decoded[plain_name if suffix in BINARY_SUFFIXES else name] = value
+            decoded[plain_name if suffix in _BINARY_SUFFIXES else name] = value
     return decoded
 
 
@@ -79,7 +77,7 @@ def _decode(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
     try:
         return decode(content)
     except (ValueError, RecursionError, EOFError) as error:
-        raise ValueError(f"the file .{name} cannot be decoded: {' '.join(str(error).split())}") from error
+        raise ValueError(f"the file .{name} cannot be decoded: {describe_fault(error)}") from error
 
 
 def content_bytes(value: Any) -> int:

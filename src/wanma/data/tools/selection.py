@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from wanma.data.documents.document_groups import DocumentGroup, group_documents, reading_format
-from wanma.data.formats.compression import SUFFIXES
+from wanma.data.formats.compression import plain_name
 from wanma.data.formats.detection import (
     best_format,
     detect_format,
@@ -25,18 +25,12 @@ from wanma.data.formats.detection import (
 from wanma.data.formats.format import BadDataError, DataFile, Format, UnreadableFileError
 from wanma.data.formats.image_folder import ImageFolder
 from wanma.data.formats.text import TextDocuments
-from wanma.data.images.image_splits import (
-    ImageSplit,
-    files_by_split,
-    find_image_split,
-    may_be_known_by_name,
-)
-from wanma.data.index.build import open_or_build_index
-from wanma.data.index.records import cache_folder, is_description
+from wanma.data.images.image_splits import ImageSplit, files_by_split, find_image_split
+from wanma.data.index.build import Progress, open_or_build_index
+from wanma.data.index.records import cache_folder, without_descriptions
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.log_files import first_record, list_log_files, open_log, resolve_columns
 from wanma.data.stores.byte_source import ByteSource
-from wanma.data.stores.filesystems import is_shared_memory
 from wanma.data.stores.listing import StoredFile, expand_entry, list_files, unique_files
 from wanma.data.stores.remote_file import OpenableFile
 from wanma.data.text.corpus import TextSource, resolve_text_sources
@@ -49,9 +43,6 @@ from wanma.job.sections.data_sources import (
     SourceSection,
 )
 from wanma.job.url_credentials import CREDENTIALS_HINT, has_secret
-
-Progress = Callable[[int, int], None]
-"""Function (bytes done, bytes in all)."""
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Words of Python -> of JSON."""
@@ -82,10 +73,11 @@ class DataSource:
     data_format: Format
     files: tuple[DataFile, ...]
     field: str = ""
-    """Field of the text or of the token ids in a job; empty: found by name."""
+    """Field of the text, the token ids or the messages in a job; empty: found by name."""
     skipped: tuple[str, ...] = ()
     """Files that training leaves out, because they hold no text."""
-    is_in_memory: bool = False
+    is_chat: bool = False
+    """True if `field` holds conversations."""
     columns: ColumnsSection | None = None
     """Columns of a job's table or interactions; None: other data."""
     interactions: DataSection | None = None
@@ -199,7 +191,7 @@ def select_entries(entries: Sequence[str], choice: FormatChoice, cache: str | No
                 f"DATA[{number}]: the address holds a password, key or signature", CREDENTIALS_HINT
             )
     listed = unique_files(file for entry in entries for file in expand_entry(entry, "DATA"))
-    files = [file for file in listed if file.is_named or not is_description(file.url)] or listed
+    files = without_descriptions(listed) or listed
     folder = cache_folder(cache)
     groups = {} if choice.name or choice.options else _files_by_format(files)
     if len(groups) == 1:
@@ -255,13 +247,11 @@ def _interactions_source(section: DataSection, choice: FormatChoice, folder: Pat
             "name files in data.path",
         )
     index = open_log(section.model_copy(update={"bad_data": "skip", "cache": str(folder)}))
-    stored = list_log_files(section)
-    files = tuple(map(openable, stored))
+    files = tuple(map(openable, list_log_files(section)))
     return DataSource(
         "data",
         choice.of(files) if choice.name or choice.options else index.data_format,
         files,
-        is_in_memory=any(is_shared_memory(file.filesystem) for file in stored),
         columns=resolve_columns(section.columns, section.interactions, first_record(index)),
         interactions=section,
     )
@@ -269,8 +259,7 @@ def _interactions_source(section: DataSection, choice: FormatChoice, folder: Pat
 
 def _source(name: str, stored: Sequence[StoredFile], choice: FormatChoice) -> DataSource:
     files = tuple(map(openable, stored))
-    in_memory = any(is_shared_memory(file.filesystem) for file in stored)
-    return DataSource(name, choice.of(files), files, is_in_memory=in_memory)
+    return DataSource(name, choice.of(files), files)
 
 
 def _split_sources(name: str, files: Sequence[StoredFile], choice: FormatChoice) -> list[DataSource]:
@@ -312,9 +301,7 @@ def _files_by_format(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]
 
 def _suffix(file: StoredFile) -> str:
     """Return the suffix of a file's name, without that of a compression."""
-    name = file.url.rpartition("/")[2].lower()
-    for compression in SUFFIXES:
-        name = name.removesuffix(compression)
+    name = plain_name(file.url.rpartition("/")[2].lower())
     return name.rpartition(".")[2] if "." in name else ""
 
 
@@ -322,8 +309,7 @@ def _image_sources(section: DataSection, choice: FormatChoice) -> Iterator[DataS
     """Yield the training set of each source of images and, where there is one, the set for validation."""
     for table, source in section.located_sources:
         own = _choice(source, choice)
-        by_name = not own.name and may_be_known_by_name(source)
-        split = find_image_split(source.entries, f"{table}.{source.entries_key}", by_name=by_name)
+        split = find_image_split(source, table, by_name=not own.name)
         yield from _sources_of_split(source.name if isinstance(source, SourceSection) else "", split, own)
 
 
@@ -346,7 +332,8 @@ def _text_sources(text: TextSource, choice: FormatChoice) -> Iterator[DataSource
     """Yield the files of a source of text, one source for each of their formats, as training reads them."""
     field_name = text.settings.text_field
     if choice.name or choice.options:
-        yield replace(_source(text.name, text.documents, choice), field=field_name)
+        whole = _source(text.name, text.documents, choice)
+        yield replace(whole, field=field_name, is_chat=text.settings.is_chat)
         return
     groups, _ = group_documents(text.documents, field_name, format_name=text.settings.format_name)
     files: dict[str, list[StoredFile]] = {}
@@ -368,7 +355,7 @@ def _text_sources(text: TextSource, choice: FormatChoice) -> Iterator[DataSource
                 tuple(map(openable, kept)),
                 field_name,
                 tuple(openable(file).url for file in skipped),
-                any(is_shared_memory(file.filesystem) for file in kept),
+                text.settings.is_chat,
             )
 
 

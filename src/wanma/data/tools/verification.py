@@ -21,7 +21,9 @@ import numpy as np
 from wanma.data.documents.record_fields import TOKEN_FIELDS
 from wanma.data.formats.arrow_tables import ArrowTables, Parquet
 from wanma.data.formats.format import BadDataError, Record
-from wanma.data.formats.image_folder import is_image
+from wanma.data.formats.image_folder import IMAGE_SUFFIXES, is_image
+from wanma.data.index.build import Progress
+from wanma.data.index.records import is_in_process_memory
 from wanma.data.index.sample_index import SampleIndex
 from wanma.data.interactions.log_files import interaction_faults
 from wanma.data.tables.values import row_faults
@@ -29,13 +31,11 @@ from wanma.data.text.tokenizer import load_tokenizer
 from wanma.data.tools.images import check_image, has_pillow
 from wanma.data.tools.record_content import record_decoder
 from wanma.data.tools.row_reading import Damage, RowTask, plan_tasks, read_rows, row_url
-from wanma.data.tools.selection import DataSelection, DataSource, Progress
+from wanma.data.tools.selection import DataSelection, DataSource
 from wanma.data.tools.values import image_bytes
 from wanma.job.errors import WanmaError
 from wanma.job.run.resource_limits import usable_cores
 
-_IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
-"""Fields whose bytes are images, by the suffixes of WebDataset."""
 _TOKEN_FIELDS = (*TOKEN_FIELDS, "array")
 """Fields whose integers are tokens; "array" is that of a .npy file, of which a row may be one token."""
 _TOKEN_TYPES = (np.ndarray, list, int, np.integer)
@@ -121,7 +121,7 @@ def _read_tasks(
         [source.name for source in selection.sources],
         [_row_check(source, vocabulary) for source in selection.sources],
     )
-    is_shared = not any(source.is_in_memory for source in selection.sources)
+    is_shared = not any(map(is_in_process_memory, indexes))
     size = sum(task.size for task in tasks)
     processes = limit or max(min(usable_cores(), size // _MIN_BYTES_PER_PROCESS), 1)
     has_tables = any(isinstance(index.data_format, Parquet | ArrowTables) for index in indexes)
@@ -222,7 +222,7 @@ def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:
         if (content := image_bytes(value)) is not None and is_image(content):
             if (cause := check_image(content)) is not None:
                 yield f"the image '{name}' cannot be decoded: {cause}"
-        elif content is not None and name in _IMAGE_FIELDS:
+        elif content is not None and name in IMAGE_SUFFIXES:  # of WebDataset
             yield f"'{name}' is no image: {len(content):,} bytes"
         elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.ndim > 1:
             if count := int(np.count_nonzero(~np.isfinite(value))):
@@ -239,10 +239,18 @@ def record_faults(record: Record, vocabulary: int = 0) -> Iterator[str]:
 
 
 def _damaged_files(selection: DataSelection, indexes: Sequence[SampleIndex]) -> list[Damage]:
-    return [
+    """Return the files that cannot be read; of data without a row, which no job takes, all files."""
+    damaged = [
         Damage(source.name, one.file, None, one.cause)
         for source, index in zip(selection.sources, indexes, strict=True)
         for one in index.damaged
+    ]
+    if damaged or any(index.rows for index in indexes):
+        return damaged
+    return [
+        Damage(source.name, file.url, None, "it holds no row" if file.size else "it is empty")
+        for source in selection.sources
+        for file in source.files
     ]
 
 

@@ -11,16 +11,12 @@ from typing import TextIO
 from wanma.observe.units import bytes_text
 
 LINE_INTERVAL_SECONDS = 5.0
-"""Seconds between two lines without a terminal."""
+"""Seconds before the first line without a terminal, and between two of them."""
 
 
 @contextmanager
 def show_dataset_progress(
-    is_quiet: bool,
-    stream: TextIO | None = None,
-    *,
-    label: str = "preparing data",
-    first_line_seconds: float = 0.0,
+    is_quiet: bool, stream: TextIO | None = None, *, label: str = "preparing data"
 ) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in total); nothing is shown if it is never called.
 
@@ -30,7 +26,6 @@ def show_dataset_progress(
     Args:
         stream: output; default: standard output.
         label: the work.
-        first_line_seconds: time before the first line, without a terminal.
     """
     stream = stream or sys.stdout
     if is_quiet:
@@ -38,7 +33,7 @@ def show_dataset_progress(
     elif stream.isatty():
         yield from _bar_progress(stream, label)
     else:
-        yield _line_progress(stream, label, first_line_seconds)
+        yield _line_progress(stream, label)
 
 
 def announcer(*, is_quiet: bool) -> Callable[[str], None] | None:
@@ -56,8 +51,8 @@ def _bar_progress(stream: TextIO, label: str) -> Iterator[Callable[[int, int], N
         yield lambda processed, total: bar.update(task, completed=processed, total=total, visible=True)
 
 
-def _line_progress(stream: TextIO, label: str, first_line_seconds: float) -> Callable[[int, int], None]:
-    last = time.monotonic() + first_line_seconds - LINE_INTERVAL_SECONDS
+def _line_progress(stream: TextIO, label: str) -> Callable[[int, int], None]:
+    last = time.monotonic()
 
     def advance(processed: int, total: int) -> None:
         nonlocal last

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from wanma.checkpoint.remote.remote_storage import check_url
-from wanma.data.cache.node_cache import Traffic, process_traffic
+from wanma.data.cache.node_cache import process_traffic
 from wanma.data.opening import prepare_job_data
+from wanma.data.stores.client import Traffic
 from wanma.hardware.discovery.cpu_peak import read_cpu_peak
 from wanma.hardware.native.cpp_compiler import NO_COMPILER_MESSAGE, find_cpp_compiler
 from wanma.job.cluster import Cluster

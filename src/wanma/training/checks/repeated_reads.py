@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.joined_datasets import JoinedDatasets
+from wanma.data.datasets.joined_datasets import JoinedDatasets, row_name
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.job.errors import JobError, WanmaError
 
@@ -63,8 +63,7 @@ def refuse_unlike_reads(data: UserDataset, threads: int) -> None:
     if unlike is None:
         return
     (dataset, row), one, other = unlike
-    is_joined = isinstance(dataset, JoinedDatasets)
-    name = dataset.name(row) if is_joined else f"sample {row} of {type(dataset).__name__}"
+    name = row_name(dataset, row)
     if threads > 0 and all(_is_same(one, read(dataset, row)) for _ in range(2)):
         event = "is another one" if isinstance(other, Batch) else "fails"
         place = "in another thread than its first" if threads == 1 else f"when {threads} threads read at once"

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from wanma.data.cache.node_cache import Traffic
+from wanma.data.stores.client import Traffic
 from wanma.job.plan.plan import Plan
 from wanma.job.run.parameter_servers import ServerAccess
 from wanma.job.sections.job import Job

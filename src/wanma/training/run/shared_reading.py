@@ -23,7 +23,7 @@ from wanma.data.handover.batch_client import BatchClient
 from wanma.data.handover.batch_layout import Content
 from wanma.data.handover.batch_server import SECRET_BYTES
 from wanma.data.handover.messages import ServerEndpoint
-from wanma.data.handover.sample_reading import OwnReading, PeerReading, PeerServer, SampleReading, UnreadRows
+from wanma.data.handover.sample_reading import PeerReading, PeerServer, SampleReading, UnreadRows
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
@@ -195,7 +195,7 @@ def _open_reading(division: ReadingDivision, trainer: Trainer, data: BatchedData
     if reader is None:
         return UnreadRows(lambda sample_indices: _unread_batch(data, sample_indices))
     if reader == rank:
-        return OwnReading(data.read_samples)
+        return SampleReading(data.read_samples)
     found = endpoints[reader]
     assert found is not None
     client = BatchClient(found[0], found[1], is_local=division.is_local(rank))

@@ -13,10 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from wanma.data.batch import Batch, find_nonfinite_samples
-from wanma.data.cache.node_cache import Traffic, process_traffic
+from wanma.data.cache.node_cache import process_traffic
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.handover.sample_reading import SampleReading
 from wanma.data.step_loader import StepBatches
+from wanma.data.stores.client import Traffic
 from wanma.job.errors import STORAGE_EXTRAS, JobError
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.data import DataSection
