@@ -4,7 +4,7 @@
 
 All rows are NVIDIA's own (github.com/NVIDIA/DeepLearningExamples, folder and revision beside each), on one
 device: with more, their figures are bound by reading and decoding images on the host, which is no part of
-these forecasts. Nothing was fitted to them.
+these forecasts. Nothing was fitted to them. `benchmarks.planner.recommenders` has rows of many devices.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS
+from benchmarks.planner import recommenders
 from benchmarks.planner.machines import machine
 from benchmarks.planner.step_times import module_step_time
 from wanma.job.forecast.forecast import StepTime, Workload
@@ -191,7 +192,7 @@ def report() -> str:
         )
     errors = [abs(error(row)) for row in ROWS]
     lines += ["", f"Mean |error| {statistics.fmean(errors):.1%}, median {statistics.median(errors):.1%}.", ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, recommenders.report()])
 
 
 def main() -> None:

@@ -10,19 +10,29 @@ from typing import Any
 import pytest
 import torch
 
+from wanma.hardware.catalogue.lookup import require_device_kind
+from wanma.hardware.cluster_file.node_builder import build_node_group
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import EmbeddingTable, LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.parallel.embedding.table_layout import TableLayout
-from wanma.planner.cost.embedding_exchange import cached_rows, distinct_ids, table_bytes, table_memory_error
+from wanma.planner.cost.embedding_exchange import (
+    cached_rows,
+    distinct_ids,
+    embedding_cost,
+    table_bytes,
+    table_memory_error,
+)
+from wanma.planner.cost.layer_cost import LayerCost
 from wanma.planner.embedding_placement import (
     CACHE_ENTRY_BYTES,
     ROW_ADDRESS_BYTES,
     cached_row_count,
     place_tables,
 )
+from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.job_planner import complete_plan
 
 ROWS = {"user": 1003, "item": 500, "tags": 60, "language": 7}
@@ -45,6 +55,9 @@ def test_auto_replicates_small_tables_and_gives_bags_to_one_rank() -> None:
     assert place_tables(ROWS, 16, BAGS, plan(2))["tags"].sharding == "row_wise"  # processors sum slowly
     alone = place_tables({"tags": 900}, 16, BAGS, plan(2, device="cuda"))
     assert alone["tags"].sharding == "row_wise"  # one rank would have all
+    # It would send 8 bags to each of 8 ranks; split by rows each sends 60 vectors at most.
+    many = place_tables({**ROWS, "user": 100_003}, 16, BAGS, plan(8, device="cuda"))
+    assert many["tags"].sharding == "row_wise"
 
 
 def test_a_pattern_replaces_the_sharding_of_its_tables() -> None:
@@ -158,3 +171,24 @@ def test_ids_that_come_again_are_counted_once() -> None:
     ranks = torch.arange(1, 5001, dtype=torch.float64) ** -1.05
     draws = [len(torch.multinomial(ranks, 2000, replacement=True).unique()) for _ in range(20)]
     assert distinct_ids(5000, 2000) == pytest.approx(sum(draws) / 20, rel=0.02)
+
+
+def bag_cost(rows: int, embedding: Any, micro_batch: int) -> tuple[LayerCost, float]:
+    """Return the cost of bags of 100 ids on two H100, and the seconds to read the vectors of one rank."""
+    node = build_node_group(require_device_kind("H100 SXM"), 1, 2, nics=None)
+    hardware = build_hardware_model(Cluster((node,)))
+    tables = (EmbeddingTable("e", "tags", rows, 128, 100, 1.0),)
+    chosen = replace(plan(2, embedding), micro_batch=micro_batch, precision="bf16", device="cuda")
+    read_seconds = micro_batch * 100 * 128 * 2 / hardware.chip.bandwidth_bytes_per_second
+    return embedding_cost(tables, chosen, hardware), read_seconds
+
+
+def test_the_vectors_of_bags_are_read_for_their_sums() -> None:
+    cost, read_seconds = bag_cost(1000, "row_wise", 65_536)
+    assert min(cost.forward, cost.backward_weight) > read_seconds
+
+
+def test_a_row_is_updated_once_however_many_bags_have_it() -> None:
+    cost, read_seconds = bag_cost(100_000, "table_wise", 8192)
+    # The holder reads rows of 32 bits, for both ranks: four times the vectors of one.
+    assert 4 * read_seconds < cost.backward_weight < 16 * read_seconds

@@ -5,6 +5,7 @@ Planner and runtime both call it, so that a forecast is of the placement that ru
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -79,8 +80,9 @@ def place_tables(
 
     `auto` replicates a small table with no more rows than a micro-batch has bags of it: its gradient is then
     no larger than the exchanged vectors. On GPUs a table with bags goes to one rank, which sends sums of bags
-    in place of the vectors in them, if that rank then holds little more than others. On CPUs to exchange the
-    different vectors takes less time than to sum all on one rank. The rest is split by rows.
+    in place of the vectors in them, if that rank then holds little more than others, and no rank sends more
+    than all would of tables split by rows. On CPUs to exchange the different vectors takes less time than to
+    sum all on one rank. The rest is split by rows.
 
     Args:
         rows: rows of each table.
@@ -105,6 +107,11 @@ def place_tables(
         placements[name] = TablePlacement(sharding, rank if sharding == "table_wise" else 0)
         if sharding == "table_wise":
             loads[rank] += rows[name]
+    chosen = [name for name in rows if shardings[name] is None and placements[name].sharding == "table_wise"]
+    tables_by_rank = Counter(placements[name].rank for name in chosen)
+    split_vectors = sum(min(rows[name], plan.micro_batch * bag_sizes[name]) for name in chosen)
+    if max(tables_by_rank.values(), default=0) * ranks * plan.micro_batch > split_vectors:
+        placements |= dict.fromkeys(chosen, TablePlacement("row_wise"))
     return {name: placements[name] for name in rows}
 
 

@@ -68,6 +68,12 @@ class _Exchange(NamedTuple):
 
     rows_read: float
     """Bytes of rows that the rank looks up for all ranks."""
+    rows_sent: float
+    """Bytes of the vectors that it gets from them: a bag that it sums is one."""
+    rows_updated: float
+    """Bytes of its rows that any rank uses."""
+    summed: float
+    """Bytes of the vectors of all ids, which the rank adds up, and of the sums of bags."""
     id_bytes: float
     vector_bytes: float
     """Bytes of vectors that the rank receives, or sends if that is more."""
@@ -78,15 +84,15 @@ class _Exchange(NamedTuple):
 def embedding_cost(tables: Sequence[EmbeddingTable], plan: Plan, hardware: HardwareModel) -> LayerCost:
     """Return the cost of all tables for one micro-batch on the busiest rank."""
     traffic, group = _exchange(tables, plan), RankGroup(plan.data_parallel_size)
-    look_up = memory_bound_seconds(hardware.chip, 2 * traffic.rows_read, _EXCHANGE_KERNELS)
-    # Rows of gradients are sorted, added, and applied to weights and state, which are read and written.
-    update = memory_bound_seconds(hardware.chip, 8 * traffic.rows_read, 2 * _EXCHANGE_KERNELS)
+    look_up = traffic.rows_read + traffic.rows_sent + traffic.summed
+    # Gradients are read for each row that is asked for; sums, weights and state are read and written.
+    update = traffic.rows_read + 7 * traffic.rows_updated + traffic.summed
     vectors = all_to_all_seconds(hardware, group, traffic.vector_bytes)
     ids = all_to_all_seconds(hardware, group, traffic.id_bytes)
     reduce = all_reduce_seconds(hardware, group, traffic.replicated_bytes)
     return LayerCost(
-        forward=look_up,
-        backward_weight=update,
+        forward=memory_bound_seconds(hardware.chip, look_up, _EXCHANGE_KERNELS),
+        backward_weight=memory_bound_seconds(hardware.chip, update, 2 * _EXCHANGE_KERNELS),
         kernels_forward=_EXCHANGE_KERNELS,
         kernels_backward=2 * _EXCHANGE_KERNELS,
         embedding_forward=ids + vectors,
@@ -242,28 +248,37 @@ def distinct_ids(rows: int, draws: float, exponent: float = ZIPF_EXPONENT, first
 
 def _exchange(tables: Sequence[EmbeddingTable], plan: Plan) -> _Exchange:
     ranks, element = plan.data_parallel_size, ELEMENT_BYTES[plan.precision]
-    received = ids = replicated = shared_reads = 0.0
-    sent, reads = [0.0] * ranks, [0.0] * ranks
+    received = ids = replicated = shared_reads = shared_updates = summed = 0.0
+    sent, reads, updates = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     for table, placement in _placed(tables, plan):
         draws = plan.micro_batch * table.ids_per_sample
         distinct = distinct_ids(table.rows, draws)
+        used = distinct_ids(table.rows, ranks * draws) * table.width
+        is_whole = placement.sharding == "table_wise"
+        arrives_summed = is_whole and table.ids_per_sample > 1 and table.rows > plan.micro_batch
+        summed += (plan.micro_batch + (plan.micro_batch if arrives_summed else draws)) * table.width
         if placement.sharding == "replicated":
             replicated += table.rows * table.width * ELEMENT_BYTES["fp32"]
             shared_reads += distinct * table.width
+            shared_updates += used
             continue
         if placement.sharding == "row_wise":
             vectors = wanted = distinct
             shared_reads += distinct * table.width
+            shared_updates += used / ranks
         else:
-            is_summed = table.ids_per_sample > 1 and table.rows > plan.micro_batch
-            vectors, wanted = (float(plan.micro_batch), draws) if is_summed else (distinct, distinct)
+            vectors, wanted = (float(plan.micro_batch), draws) if arrives_summed else (distinct, distinct)
             sent[placement.rank] += ranks * vectors * table.width
             reads[placement.rank] += ranks * wanted * table.width
+            updates[placement.rank] += used
         received += vectors * table.width
         ids += wanted * _ID_BYTES
     even = received - sum(sent) / ranks  # what row-wise tables send, as much as they receive
     return _Exchange(
         (shared_reads + max(reads)) * ELEMENT_BYTES["fp32"],
+        (shared_reads + max(sent)) * ELEMENT_BYTES["fp32"],
+        (shared_updates + max(updates)) * ELEMENT_BYTES["fp32"],
+        summed * element,
         ids,
         max(received, even + max(sent)) * element,
         replicated,
