@@ -88,6 +88,23 @@ def test_targets_that_are_ignored_do_not_count_in_ones_own_losses(tmp_path: Path
     assert Outcome(tmp_path).losses == pytest.approx([expected.item()], rel=1e-12)
 
 
+def test_losses_of_a_table_of_numbers_are_squared_errors(tmp_path: Path) -> None:
+    (tmp_path / "flats.csv").write_text("area,price\n" + "".join(f"{n},{2 * n + 0.5}\n" for n in range(20)))
+    columns = {"features": ["area"], "target": "price"}
+    data = {"path": str(tmp_path / "flats.csv"), "columns": columns, "cache": str(tmp_path)}
+    text = job(data=data, train={"precision": "fp32"})
+    seen = []
+    with wanma.session(text, run_directory=tmp_path / "run") as session:
+        model = session.prepare(torch.nn.Linear(1, 1))
+        for batch in session.batches():
+            output = model(*batch.inputs)
+            losses = session.losses(output, batch)
+            session.step(losses)
+            seen.append((losses, output[:, 0], batch.targets))
+    assert len(seen) == 4
+    assert all(torch.equal(losses, (output - targets).square()) for losses, output, targets in seen)
+
+
 # ------------------------------------------------------------------ ends
 
 

@@ -15,7 +15,9 @@ import pytest
 import requests
 
 from support.dashboards import PROXY, make_run, proxied, served_dashboard, write_steps, write_usage
+from wanma.api.launch.script_record import ScriptRecord
 from wanma.dashboard.server import ReportCache
+from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.report import run_report
 from wanma.report.run_report import read_report
@@ -48,6 +50,23 @@ def test_all_runs_are_listed_and_one_is_shown_with_its_ranks(client: Client, tmp
     assert "rank 1: 0 ms a step, median 0 ms a step" in page, "its wait for data"
     assert "&lt;b&gt;" in page
     assert client.get("/runs/gpt/logs/rank-0.log").headers["content-type"].startswith("text/plain")
+
+
+def test_a_script_without_a_session_is_listed_and_shown_but_not_compared(
+    client: Client, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "plain")
+    run.create()
+    run.rank_log(0).write_text("a line\n")
+    ScriptRecord(run, "train.py", ["--fast"], 2, 1).record_end(3, "rank 1 failed", print)
+    listed = client.get("/").text
+    assert 'href="runs/plain/"' in listed
+    assert "checkbox" not in listed
+    page = client.get("/runs/plain/").text
+    for text in ("failed", "train.py --fast", "rank 1 failed", 'href="logs/rank-0.log"'):
+        assert text in page
+    assert client.get("/runs/plain/logs/rank-0.log").text == "a line\n"
+    assert client.get("/compare?run=plain").status_code == 404
 
 
 def test_a_folder_without_runs(client: Client) -> None:

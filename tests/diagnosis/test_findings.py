@@ -448,6 +448,8 @@ def test_a_run_that_ended_without_a_word_or_a_reading_asks_for_the_kernels_log(r
         ("no process of it lives on elsewhere, and no end is recorded",),
     )
     assert "dmesg" in first.change
+    records.usage[-1] |= {"memory_bytes": GIB}
+    assert records.diagnose()[0] == first, "a record without the free memory says nothing of it"
     records.usage[-1] |= {"memory_bytes": GIB, "memory_available_bytes": GIB, "gpus": [{"gpu": 3, "xid": 48}]}
     assert "GPU 3 of node 0 had reported XID 48" in records.diagnose()[0].evidence
 

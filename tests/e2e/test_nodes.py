@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.command import Desk, Training, assert_bitwise_equal
+from wanma.api.engines.control import is_going_on
+from wanma.job.run.run_directory import RunDirectory
 
 
 def free_port() -> int:
@@ -75,6 +78,17 @@ def test_a_job_that_is_wrong_on_one_machine_only_is_told_with_that_machine(desk:
     for one in ended:
         assert "FileNotFoundError: weights.pt" in one.told_once()
     assert sum("the run failed on node 1 (" in one.out for one in ended) == 1, "on the other node"
+
+
+def test_a_run_on_several_nodes_goes_on_before_its_start_is_recorded(desk: Desk) -> None:
+    run = RunDirectory(desk.folder / "alone-of-two")
+    place = f"127.0.0.1:{free_port()}"
+    first = desk.start("train", "text.toml", "--run-dir", run.name, "--nodes", "2", "--rendezvous", place)
+    assert first.until(run.job.exists)
+    assert is_going_on(run, None), "it waits for the second node"
+    first.signal(signal.SIGINT)
+    first.end()
+    assert not is_going_on(run, None)
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from wanma.report.components.heat_map import heat_map
 from wanma.report.components.html_elements import card, document, table_header, table_row
 from wanma.report.components.line_chart import Chart, Series, chart_figure
 from wanma.report.rank_work import RankWindows, read_rank_windows
-from wanma.report.report_page import flat_values, report_parts
-from wanma.report.run_report import Report, read_report
+from wanma.report.report_page import flat_values, log_list, report_parts
+from wanma.report.run_report import Report, RunState, read_report
+from wanma.report.script_run import ScriptRun, read_script_run, script_cells, script_summary
 
 LOG_TAIL_BYTES = 1 << 14
 """Bytes of a rank's log that a page shows."""
@@ -50,6 +51,8 @@ def runs_page(runs: Sequence[RunDirectory], folder: Path) -> str:
 
 
 def _run_row(run: RunDirectory) -> str:
+    if (script := read_script_run(run)) is not None:  # without steps to compare
+        return _row(run.name, script.state, script_cells(script), is_comparable=False)
     report = read_report(run, tail_only=True)
     age = f"{duration_text(time.time() - report.last_activity)} ago" if report.last_activity else "–"
     cells = (
@@ -60,12 +63,16 @@ def _run_row(run: RunDirectory) -> str:
         bytes_text(report.highest("memory_bytes")),
         age,
     )
+    return _row(run.name, report.state, cells, is_comparable=True)
+
+
+def _row(run: str, state: RunState, cells: Sequence[str], *, is_comparable: bool) -> str:
+    name = escape(run)
+    box = f'<input type="checkbox" name="run" value="{name}" aria-label="compare {name}">'
     numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
-    name = escape(run.name)
     return (
-        f'<tr><td><input type="checkbox" name="run" value="{name}" aria-label="compare {name}"></td>'
-        f'<td><a href="runs/{quote(run.name)}/">{name}</a></td>'
-        f'<td><span class="state {report.state}">{report.state}</span></td>{numbers}</tr>'
+        f'<tr><td>{box if is_comparable else ""}</td><td><a href="runs/{quote(run)}/">{name}</a></td>'
+        f'<td><span class="state {state}">{state}</span></td>{numbers}</tr>'
     )
 
 
@@ -76,6 +83,19 @@ def run_page(report: Report, diagnosis: str) -> str:
     parts = [back, header, problems, card("Diagnosis", f"<pre>{escape(diagnosis)}</pre>")]
     parts += [*others[:-2], _ranks(report), *others[-2:]]
     return document(report.run.name, parts, changes=f"../../events?{urlencode({'run': report.run.name})}")
+
+
+def script_page(script: ScriptRun) -> str:
+    """Return the page of a script of `wanma launch` without a session: its summary and logs."""
+    name, state = script.run.name, script.state
+    parts = [
+        '<nav><a href="../../">all runs</a></nav>',
+        f'<header><h1>{escape(name)} <span class="state {state}">{state}</span></h1></header>',
+        card("Script", f"<pre>{escape(script_summary(script))}</pre>"),
+    ]
+    if logs := log_list(script.run):
+        parts.append(card("Logs", logs))
+    return document(name, parts, changes=f"../../events?{urlencode({'run': name})}")
 
 
 def _ranks(report: Report) -> str:

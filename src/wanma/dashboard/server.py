@@ -30,10 +30,19 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from wanma.dashboard.pages import MAX_COMPARED, comparison_page, log_page, log_text, run_page, runs_page
+from wanma.dashboard.pages import (
+    MAX_COMPARED,
+    comparison_page,
+    log_page,
+    log_text,
+    run_page,
+    runs_page,
+    script_page,
+)
 from wanma.job.run.run_directory import RunDirectory, list_runs
 from wanma.observe.endpoint import TARGETS_FOLDER
 from wanma.report.run_report import Report, StepTable, read_report
+from wanma.report.script_run import read_script_run
 
 POLL_SECONDS = 1.0
 _SAFE = {"X-Content-Type-Options": "nosniff"}
@@ -76,7 +85,10 @@ class _Server:
         return HTMLResponse(runs_page(self._runs(), self._folder.absolute()), headers=_SAFE)
 
     def show_run(self, request: Request) -> Response:
-        report = self._cache.read(self._find(request))
+        run = self._find(request)
+        if (script := read_script_run(run)) is not None:
+            return HTMLResponse(script_page(script), headers=_SAFE)
+        report = self._cache.read(run)
         return HTMLResponse(run_page(report, self._diagnose(report)))
 
     def show_log(self, request: Request) -> Response:
@@ -90,7 +102,7 @@ class _Server:
         return PlainTextResponse(text, headers=headers)
 
     def compare(self, request: Request) -> Response:
-        known = {run.name: run for run in self._runs()}
+        known = {run.name: run for run in self._runs() if run.job.is_file()}
         names = request.query_params.getlist("run")[:MAX_COMPARED]
         if not (runs := [known[name] for name in names if name in known]):
             raise HTTPException(404, "choose runs on the first page")
@@ -139,7 +151,7 @@ class _Server:
         ]
 
     def _runs(self) -> list[RunDirectory]:
-        return [run for run in list_runs(self._folder) if run.job.is_file()]
+        return [run for run in list_runs(self._folder) if run.job.is_file() or run.script.is_file()]
 
     def _find(self, request: Request) -> RunDirectory:
         """Return the run that a path names; an error 404 for one that the folder does not list."""
@@ -177,7 +189,7 @@ class ReportCache:
 
 def run_stamp(run: RunDirectory) -> Stamp:
     """Return sizes and times of the files of a run that change during it."""
-    return file_stamps([run.metrics, run.events, run.job, run.plan, run.node_usage(0)])
+    return file_stamps([run.metrics, run.events, run.job, run.script, run.plan, run.node_usage(0)])
 
 
 def file_stamps(paths: Iterable[Path]) -> Stamp:

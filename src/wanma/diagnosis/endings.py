@@ -25,7 +25,11 @@ def find_crash(evidence: Evidence) -> Finding | None:
     title = "the run ended without a word: its processes were killed, or the node is gone"
     change = "look for the kernel's out-of-memory kills with `dmesg`"
     for node, records in evidence.nodes.items():
-        known = [record for record in records[-2:] if record.get("memory_bytes")]
+        known = [
+            record
+            for record in records[-2:]
+            if record.get("memory_bytes") and "memory_available_bytes" in record
+        ]
         for record in known[-1:]:
             free, total = record["memory_available_bytes"], record["memory_bytes"]
             fall = max(known[0]["memory_available_bytes"] - free, 0)

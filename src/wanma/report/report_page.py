@@ -243,16 +243,21 @@ def _exposed(report: Report) -> str:
 
 
 def _details(report: Report) -> str:
-    logs = sorted(report.run.path.glob("logs/rank-*.log"), key=lambda path: (len(path.name), path.name))
-    links = "".join(f'<li><a href="logs/{escape(path.name)}">{escape(path.name)}</a></li>' for path in logs)
     parts = [
         ("Job", f"<pre>{escape(report.job_text)}</pre>" if report.job_text else ""),
         ("Plan", _table(report.plan)),
         ("Environment", _table(report.environment)),
-        ("Logs", f"<ul>{links}</ul>" if links else ""),
+        ("Logs", log_list(report.run)),
     ]
     cards = "".join(card(title, body) for title, body in parts if body)
     return f'<section class="pair details">{cards}</section>' if cards else ""
+
+
+def log_list(run: RunDirectory) -> str:
+    """Return links to the logs of a run's ranks, relative to its page; empty: there are none."""
+    logs = sorted(run.path.glob("logs/rank-*.log"), key=lambda path: (len(path.name), path.name))
+    links = "".join(f'<li><a href="logs/{escape(path.name)}">{escape(path.name)}</a></li>' for path in logs)
+    return f"<ul>{links}</ul>" if links else ""
 
 
 def _table(values: Mapping[str, Any]) -> str:

@@ -16,7 +16,14 @@ from typing import Any
 from wanma.job.run.process_state import is_process_alive
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.jsonl import last_record
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
+from wanma.observe.units import (
+    MISSING_TEXT,
+    bytes_text,
+    count_text,
+    duration_text,
+    number_text,
+    percent_text,
+)
 from wanma.report.run_report import RunState
 
 MAX_SHOWN_RANKS = 8
@@ -167,6 +174,21 @@ def _usage_lines(script: ScriptRun) -> list[str]:
     if len(script.gpus) > MAX_SHOWN_RANKS:
         lines.append(f"  and {len(script.gpus) - MAX_SHOWN_RANKS} more GPUs")
     return ["", *lines] if lines else []
+
+
+def script_cells(script: ScriptRun) -> tuple[str, str, str, str, str, str]:
+    """Return steps, loss, throughput, MFU, memory and last activity as texts, for a list of runs."""
+    steps = f"script, {duration_text(script.seconds)}"
+    if script.restarts:
+        steps += f", {count_text(script.restarts, 'restart')}"
+    metrics = script.newest_metrics
+    if "step" in metrics:
+        steps = f"{metrics['step']:,}, {steps}"
+    loss = metrics.get("loss")
+    loss_text = number_text(loss) if isinstance(loss, float | int) else MISSING_TEXT
+    memory = bytes_text(max((one.peak_memory_bytes for one in script.usage), default=None))
+    age = f"{duration_text(time.time() - script.last_activity)} ago"
+    return steps, loss_text, MISSING_TEXT, MISSING_TEXT, memory, age
 
 
 def script_summary(script: ScriptRun) -> str:

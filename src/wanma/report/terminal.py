@@ -13,7 +13,7 @@ from wanma.job.errors import first_names
 from wanma.job.forecast.forecast import MEMORY_KINDS
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.console.progress import DownsampledSeries, sparkline
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
+from wanma.observe.units import bytes_text, duration_text, number_text, percent_text
 from wanma.report.exposed_communication import exposed_communication, exposed_communication_text
 from wanma.report.forecast_comparison import forecast_comparison_sentence, rank_memory_comparisons
 from wanma.report.key_figures import (
@@ -27,7 +27,7 @@ from wanma.report.key_figures import (
     store_traffic_text,
 )
 from wanma.report.run_report import Report, RunState, read_report
-from wanma.report.script_run import read_script_run
+from wanma.report.script_run import read_script_run, script_cells
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -138,20 +138,8 @@ def runs_table(runs: Iterable[RunDirectory], placements: Mapping[Path, Placement
         placement = (placements or {}).get(run.path)
         places = [placement.place if placement is not None else "–"] if placements else []
         if (script := read_script_run(run)) is not None:
-            age = duration_text(time.time() - script.last_activity) + " ago"
-            steps = f"script, {duration_text(script.seconds)}"
-            if script.restarts:
-                steps += f", {count_text(script.restarts, 'restart')}"
             state = _state_cell(script.state, placement)
-            metrics = script.newest_metrics
-            if "step" in metrics:
-                steps = f"{metrics['step']:,}, {steps}"
-            loss = metrics.get("loss")
-            loss_text = number_text(loss) if isinstance(loss, float | int) else "–"
-            peak_bytes = max((one.peak_memory_bytes for one in script.usage), default=None)
-            table.add_row(
-                Text(run.name), state, steps, loss_text, "–", "–", bytes_text(peak_bytes), age, *places
-            )
+            table.add_row(Text(run.name), state, *script_cells(script), *places)
             continue
         report = read_report(run, tail_only=True)
         age = duration_text(time.time() - report.last_activity) + " ago" if report.last_activity else "–"

@@ -11,6 +11,9 @@ from support.benchmark_results import benchmark_result, measurement
 from wanma.bench.figures.metrics import METRICS, find_metric, metric_values
 from wanma.bench.figures.summary import judge_metric, summarize
 from wanma.bench.measurements.measurement import StepRecord
+from wanma.bench.presentation.page import result_page
+from wanma.bench.presentation.result_blocks import metric_block
+from wanma.bench.presentation.result_tables import markdown_table
 from wanma.bench.statistics.verdicts import Outcome
 
 SLOW = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0]
@@ -62,6 +65,26 @@ def test_a_contender_twice_as_fast_is_faster_in_seconds_and_in_rates() -> None:
         assert verdicts["new"][metric].ratio.median == pytest.approx(2.0)
     assert verdicts["new"]["peak_memory_bytes"].outcome is Outcome.CANNOT_TELL
     assert not [metric for metric in verdicts["new"] if metric.startswith("phases.")]
+
+
+def test_the_time_of_steps_with_fewer_samples_is_shown_with_them_and_not_judged() -> None:
+    """Steps half as long with half of the samples, as of asynchronous servers, are as fast."""
+    result = benchmark_result({"plain": SLOW, "asynchronous": FAST})
+    measurements = []
+    for one in result.measurements:
+        samples = 8.0 if one.contender == "plain" else 4.0
+        steps = tuple(dataclasses.replace(step, samples=samples) for step in one.steps)
+        measurements.append(dataclasses.replace(one, steps=steps))
+    judged = summarize(dataclasses.replace(result, measurements=tuple(measurements)), result.warm_ups)
+    verdicts = judged.verdicts["asynchronous"]
+    assert "step_seconds" not in verdicts
+    assert verdicts["samples_per_second"].ratio.median == pytest.approx(1.0)
+    earlier = dataclasses.replace(judged, verdicts=result.verdicts)  # as an earlier version has stored it
+    for one in (judged, earlier):
+        row = markdown_table(one, ["step_seconds"]).splitlines()[3]
+        assert row.startswith("| asynchronous | 0.5005 s (0.4910–0.5100), steps of 4 samples |")
+        assert metric_block(one, "step_seconds").rows[1][2:] == ["", "steps of 4 samples", ""]
+        assert "asynchronous: samples per second" in result_page(one)
 
 
 def test_two_rounds_are_no_verdict() -> None:

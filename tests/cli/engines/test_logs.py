@@ -86,6 +86,42 @@ def test_a_run_in_the_foreground_is_followed_to_its_end(
     assert capsys.readouterr().out == "a line\n" * 3
 
 
+def test_a_run_whose_records_grow_is_followed_while_its_hosts_say_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "gpt")
+    run.create()
+    run.job.write_text("")
+    start = {"kind": "start", "time": 1.0, "process": os.getpid(), "host": socket.gethostname(), "step": 0}
+    run.events.write_text(json.dumps(start) + "\n")
+    states = ["unknown", "unknown", "unknown", "finished"]
+
+    def statuses(runs: Any) -> tuple[dict[Path, RunStatus], list[str]]:
+        with run.rank_log(0).open("a") as file:
+            file.write("a line\n")
+        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []  # type: ignore[arg-type]
+
+    monkeypatch.setattr(control, "run_statuses", statuses)
+    monkeypatch.setattr(records, "warn_about_records", lambda *_: "")
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "gpt", "-f"]) == 0
+    assert capsys.readouterr().out == "a line\n" * 4
+
+
+def test_on_a_node_without_rank_0_the_log_of_its_first_rank_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "gpt")
+    run.create()
+    run.job.write_text("")
+    for rank in (10, 8, 9):
+        run.rank_log(rank).write_text(f"rank {rank}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "gpt"]) == 0
+    assert capsys.readouterr().out == "rank 8\n"
+
+
 def test_a_run_is_followed_before_its_start_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,6 +178,20 @@ def test_a_missing_or_wrong_value_names_file_row_and_field(value: str | None, tm
     assert "'x2'" in str(caught.value)
 
 
+@pytest.mark.parametrize("values", [(100, 250, 400), (-3, 0, 2), (1, 2, 3)])
+def test_whole_numbers_of_a_csv_are_refused_unless_they_count_from_0_or_the_job_says_what_they_are(
+    values: tuple[int, ...], tmp_path: Path
+) -> None:
+    columns = {"features": ["x"], "target": "price"}
+    path = write("csv", tmp_path, [{"x": n, "price": values[n % 3]} for n in range(30)])
+    with pytest.raises(JobError, match=r"data\.columns\.target") as caught:
+        open_dataset(section_of(tmp_path, path, columns=columns), TRAIN)
+    assert "target_type" in caught.value.hint
+    for target_type, targets in (("number", list(values)), ("class", [0, 1, 2])):
+        section = section_of(tmp_path, path, columns={**columns, "target_type": target_type}, shuffle="none")
+        assert open_dataset(section, TRAIN).batch([0, 1, 2]).targets.tolist() == targets
+
+
 def test_a_class_with_a_fraction_names_the_way_out(tmp_path: Path) -> None:
     columns = {"features": ["x1"], "target": "mass", "target_type": "class"}
     with pytest.raises(JobError, match=r"data\.columns\.target") as caught:

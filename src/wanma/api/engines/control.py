@@ -10,7 +10,7 @@ from pathlib import Path
 from wanma.api.engines.attachment import require_engine_record
 from wanma.api.engines.placing import run_secret
 from wanma.data.stores.file_locks import is_locked
-from wanma.engines.engine import WANTED_NODES_KEY, Engine, Explanation, Handle, RunStatus
+from wanma.engines.engine import WANTED_NODES_KEY, Engine, Explanation, Handle, RunState, RunStatus
 from wanma.engines.engine_record import EngineRecord, change_handle, read_engine_record
 from wanma.engines.selection import get_engine
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -68,9 +68,15 @@ def run_statuses(runs: Iterable[RunDirectory]) -> tuple[dict[Path, RunStatus], l
     return statuses, problems
 
 
-def is_going_on(run: RunDirectory) -> bool:
-    """Return True while a run that was not submitted starts or trains, or a script of `wanma launch` runs."""
-    if is_locked(run.lock):  # its start may not be recorded yet
+def is_going_on(run: RunDirectory, state: RunState | None) -> bool:
+    """Return True while a run waits, starts or trains, or a script of `wanma launch` runs.
+
+    Args:
+        state: state by the engine, which may not know it; None: the run was not submitted.
+    """
+    if state not in (None, "unknown"):
+        return state in ("pending", "running")
+    if is_locked(run.lock) or is_locked(run.nodes_lock):  # its start may not be recorded yet
         return True
     script = read_script_run(run)
     return (script.state if script is not None else read_report(run, tail_only=True).state) == "running"
@@ -141,7 +147,8 @@ def run_log_files(run: RunDirectory, ranks: Iterable[int] | None = None) -> list
 
     Args:
         run: run directory.
-        ranks: ranks to show; default: the engine's output, which is the console of the run.
+        ranks: ranks to show; default: the engine's output, which is the console of the run, or the log of the
+            first rank that is here.
 
     Raises:
         WanmaError: there is no such log.
@@ -161,6 +168,9 @@ def run_log_files(run: RunDirectory, ranks: Iterable[int] | None = None) -> list
     files = get_engine(record.engine).log_files(record.handle) if record is not None else []
     if not files and run.rank_log(0).exists():
         files = [run.rank_log(0)]
+    if not files and record is None:  # on a node without rank 0
+        logs = run.path.glob("logs/rank-*.log")
+        files = sorted(logs, key=lambda path: (len(path.name), path.name))[:1]
     if not files:
         raise WanmaError(
             f"the run '{run.name}' has no output yet",

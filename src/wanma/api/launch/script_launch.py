@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -227,7 +227,7 @@ def launch_script(
     run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
     with (
-        lock_run(run) if section.nodes == 1 else nullcontext(),
+        lock_run(run, section.nodes),
         _ScriptConsole(run, shown_ranks) as console,
     ):
         record = ScriptRecord(

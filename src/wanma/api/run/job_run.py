@@ -122,7 +122,7 @@ def train_job(
     try:
         budget = BudgetWatch(job.cluster.budget, prepared.cluster, read_records(run, time.time()))
         run.create()
-        with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
+        with lock_run(run, job.cluster.nodes):
             servers = RunServers(job, prepared.plan, run)
             launch = _launch(run, job, prepared, user_objects, servers.access)
             earlier_events = count_events(run)

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,20 @@ def resolve_run_directory(job: Job, path: Path | str | None) -> RunDirectory:
 
 
 @contextmanager
-def lock_run(run: RunDirectory) -> Iterator[None]:
+def lock_run(run: RunDirectory, nodes: int = 1) -> Iterator[None]:
     """Lock a run directory: two trainings in it would overwrite each other's records.
+
+    Several nodes may share it: the lock of one of them only shows that the run goes on.
 
     Raises:
         WanmaError: another process, or this one, already holds the lock.
     """
+    if nodes > 1:
+        with ExitStack() as stack:
+            with suppress(OSError):  # not every file system that nodes share has locks
+                stack.enter_context(exclusive_lock(run.nodes_lock, 0))
+            yield
+        return
     with exclusive_lock(run.lock, LOCK_WAIT_SECONDS) as lock:
         if lock is None:
             raise WanmaError(

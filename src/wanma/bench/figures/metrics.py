@@ -64,7 +64,11 @@ def _figure_unit(name: str) -> tuple[str, str, Direction]:
 
 
 STEP_SECONDS = _metric(
-    "step_seconds", "Step time", "Wall clock from the end of one optimizer step to the end of the next.", True
+    "step_seconds",
+    "Step time",
+    "Wall clock from the end of one optimizer step to the end of the next. Judged only between steps with as "
+    "many samples.",
+    True,
 )
 DATA_SHARE = "data_share"
 """Name of the metric that is a share of the sum of the steps."""

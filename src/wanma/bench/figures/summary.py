@@ -10,6 +10,7 @@ import numpy as np
 
 from wanma.bench.figures.metrics import METRICS, find_metric
 from wanma.bench.figures.precision import finite_values, metric_estimate
+from wanma.bench.figures.texts import step_size_text
 from wanma.bench.measurements.measurement import PHASE, Measurement
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord, Values
 from wanma.bench.statistics.estimates import Estimate
@@ -59,7 +60,7 @@ def summarize(result: BenchmarkResult, warm_ups: Sequence[int]) -> BenchmarkResu
         result,
         values=values,
         summaries=summaries,
-        verdicts=_verdicts(values, result.baseline),
+        verdicts=_verdicts(result, values),
         warm_ups=tuple(warm_ups),
     )
 
@@ -100,14 +101,15 @@ def metric_names(measurements: Iterable[Measurement]) -> list[str]:
     return list(names)
 
 
-def _verdicts(values: Values, baseline: str) -> dict[str, dict[str, Verdict]]:
+def _verdicts(result: BenchmarkResult, values: Values) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on all contenders but the baseline, without the phases of a step."""
+    baseline = result.baseline
     candidates = [contender for contender in values if contender != baseline]
     verdicts: dict[str, dict[str, Verdict]] = {}
     for contender in candidates if baseline in values else ():
         for name, own in values[contender].items():
             verdict = None
-            if not name.startswith(PHASE):
+            if not (name.startswith(PHASE) or step_size_text(result, contender, name)):
                 verdict = judge_metric(
                     name,
                     values[baseline].get(name, {}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
-from wanma.bench.figures.metrics import decimal_prefix, find_metric
+from wanma.bench.figures.metrics import STEP_SECONDS, decimal_prefix, find_metric
+from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.verdicts import Outcome, Verdict
 from wanma.observe.units import BYTE_UNITS, MISSING_TEXT, percent_text
@@ -56,6 +58,25 @@ def detectable_text(verdict: Verdict) -> str:
 def ratio_name(name: str) -> str:
     """Return the name of the ratio of a metric: 'speed ratio' where better means faster."""
     return "speed ratio" if find_metric(name).unit in TIME_UNITS else "ratio"
+
+
+def step_size_text(result: BenchmarkResult, contender: str, name: str) -> str:
+    """Return the samples of a contender's steps where their time cannot be judged beside the baseline's.
+
+    That is where the steps of the baseline have another number of samples. Otherwise, and for all metrics but
+    the step time, the text is empty.
+    """
+    if name != STEP_SECONDS.name:
+        return ""
+    own, baseline = (_step_samples(result, one) for one in (contender, result.baseline))
+    return "" if own is None or baseline in (None, own) else f"steps of {own:,.0f} samples"
+
+
+def _step_samples(result: BenchmarkResult, contender: str) -> float | None:
+    """Return the median number of samples of a contender's steps; None: unknown."""
+    steps = [step for one in result.measurements_of(contender) for step in one.compared_steps]
+    samples = [step.samples for step in steps if step.samples is not None]
+    return median(samples) if samples else None
 
 
 def _scale(unit: str, median: float) -> tuple[str, float]:

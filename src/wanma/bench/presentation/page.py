@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from wanma.bench.figures.metrics import STEP_SECONDS, find_metric
-from wanma.bench.figures.texts import outcome_text, ratio_text
+from wanma.bench.figures.scaling import THROUGHPUT
+from wanma.bench.figures.texts import outcome_text, ratio_text, step_size_text
 from wanma.bench.place import hardware_identity
 from wanma.bench.presentation.blocks import html_card
 from wanma.bench.presentation.breakdown_blocks import breakdown_blocks
@@ -67,10 +68,15 @@ def header(result: BenchmarkResult) -> str:
 
 
 def _key_figures(result: BenchmarkResult) -> str:
-    """Return the step time of each contender with its verdict; the time of the command without steps."""
+    """Return the step time of each contender with its verdict; the time of the command without steps.
+
+    Where steps differ in their samples it is the throughput.
+    """
     name = STEP_SECONDS.name
     if not any(name in metrics for metrics in result.summaries.values()):
         name = "total_seconds"
+    elif any(step_size_text(result, contender, name) for contender in result.contender_names):
+        name = THROUGHPUT
     tiles = []
     for contender in result.contender_names:
         estimate = result.summaries.get(contender, {}).get(name)

@@ -15,6 +15,7 @@ from wanma.bench.figures.texts import (
     outcome_text,
     ratio_name,
     ratio_text,
+    step_size_text,
 )
 from wanma.bench.place import PACKAGES, hardware_identity
 from wanma.bench.presentation.blocks import Block
@@ -67,8 +68,9 @@ def metric_block(result: BenchmarkResult, name: str, *, compares: bool = True) -
     for contender in result.contender_names:
         estimate = result.summaries.get(contender, {}).get(name)
         verdict = result.verdicts.get(contender, {}).get(name)
-        comparison = ["1", "baseline", ""] if contender == result.baseline else ["", "", ""]
-        if verdict is not None:
+        size = step_size_text(result, contender, name)
+        comparison = ["1", "baseline", ""] if contender == result.baseline else ["", size, ""]
+        if verdict is not None and not size:
             comparison = [ratio_text(verdict), outcome_text(name, verdict), detectable_text(verdict)]
         median_text = MISSING_TEXT if estimate is None else estimate_text(name, estimate)
         rows.append([contender, median_text, *(comparison if compares else [])])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wanma.bench.figures.metrics import CONVENTION_METRICS, UTILIZATION, find_metric
-from wanma.bench.figures.texts import estimate_text, outcome_text, ratio_text
+from wanma.bench.figures.texts import estimate_text, outcome_text, ratio_text, step_size_text
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import COLUMNS, PHASE
 from wanma.bench.results.result import BenchmarkResult
@@ -130,6 +130,8 @@ def _markdown_text(text: str) -> str:
 def _cell(result: BenchmarkResult, contender: str, name: str) -> str:
     text = estimate_text(name, result.summaries[contender][name])
     verdict = result.verdicts.get(contender, {}).get(name)
+    if size := step_size_text(result, contender, name):
+        return f"{text}, {size}"
     return text if verdict is None else f"{text}, {ratio_text(verdict)} {outcome_text(name, verdict)}"
 
 

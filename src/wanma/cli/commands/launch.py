@@ -37,7 +37,7 @@ Options of `wanma launch` come before SCRIPT. Arguments after SCRIPT are passed 
 """
 _EXAMPLES = """\
 examples:
-  wanma launch --ranks 2 examples/own_loop.py
+  wanma launch --ranks 2 own_loop.py                           # an example: `wanma init own_loop` writes it
   wanma launch --ranks 2 --run-dir runs/first my_script.py --learning-rate 3e-4    # option of the script
   wanma launch --ranks 2 -m my_package.train                                       # a module
   wanma launch --ranks 8 --nodes 2 --rendezvous 10.0.0.1:29500 my_script.py        # on each node

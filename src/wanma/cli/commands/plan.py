@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  wanma plan examples/gpt.toml
-  wanma plan examples/gpt.toml --explain parallel.tp=2 parallel.pp=2
+  wanma plan gpt.toml
+  wanma plan gpt.toml --explain parallel.tp=2 parallel.pp=2
   wanma plan --learn runs/gpt                            # correct later forecasts by this run
-  wanma plan examples/gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
+  wanma plan gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
   wanma plan JOB.toml --engine kubernetes parallel=auto  # for the nodes that are there
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --why tp=16,pp=2
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --what-if gpus=512 --what-if device=H200
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --scale 64..4096 --html plan.html
-  wanma plan examples/gpt.toml --device "H100 SXM" --rank 700 model.preset=llama-3-405b \\
+  wanma plan gpt.toml --device "H100 SXM" --rank 700 model.preset=llama-3-405b \\
       parallel.pp=16 parallel.dp_shard=8 parallel.tp=8 train.precision=bf16 train.global_batch=512
 
 --what-if changes gpus, nodes, device, memory (40GB), link.intra_node (450GB) or link.inter_node (8x400G),

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  wanma train examples/gpt.toml
-  wanma train examples/gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16
-  wanma train examples/gpt.toml --dry-run
-  wanma train examples/gpt.toml --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each node
-  wanma train examples/gpt.toml --engine slurm --nodes 8                # once, on a login node
-  mpirun -n 4 wanma train examples/gpt.toml               # or srun, torchrun -m: ranks and nodes are theirs
-  wanma train examples/gpt.toml --engine ssh --nodes 3                  # once, anywhere: hosts of cluster.ssh
+  wanma train gpt.toml                                        # an example: `wanma init gpt` writes it
+  wanma train gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16
+  wanma train gpt.toml --dry-run
+  wanma train gpt.toml --nodes 2 --rendezvous 10.0.0.1:29500  # the same on each node
+  wanma train gpt.toml --engine slurm --nodes 8               # once, on a login node
+  mpirun -n 4 wanma train gpt.toml                            # or srun, torchrun -m: nodes, ranks are theirs
+  wanma train gpt.toml --engine ssh --nodes 3                 # once, anywhere: hosts of cluster.ssh
 
 After a crash or Ctrl-C the same command resumes from the newest checkpoint.
 Ctrl-C completes the step and saves a checkpoint; a second Ctrl-C exits at once. `wanma job` lists all keys.

@@ -59,9 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             statuses, problems = run_statuses([run])
             state = statuses[run.path].state if run.path in statuses else None
             # What does not answer is asked again: the engine, or below the hosts of the run.
-            is_over = not problems and state not in ("pending", "running")
-            if is_over and state is None:  # it was not submitted
-                is_over = not is_going_on(run)
+            is_over = not problems and not is_going_on(run, state)
             if problems and problems != known_problems:
                 print(*problems, sep="\n", file=sys.stderr)
             known_problems = problems

@@ -68,5 +68,7 @@ def is_locked(path: Path) -> bool:
             return True
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         return False
+    except OSError:  # its file system has no locks
+        return False
     finally:
         os.close(descriptor)

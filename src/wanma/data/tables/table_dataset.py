@@ -181,6 +181,9 @@ def open_tables(section: DataSection, progress: Progress | None = None) -> dict[
     }
     found = {str(number): one.classes for number, one in opened.items() if one.classes is not None}
     for number, classes in join_classes(found).items() if found else ():
+        table, source = section.located_sources[int(number)]
+        if source.columns.target_type is None:
+            _refuse_numbers_as_names(classes.names, f"{table}.columns")
         opened[int(number)].classes = classes
     if 0 < len(found) < len(opened):
         raise JobError(
@@ -260,6 +263,23 @@ def _open_table(section: DataSection, number: int, progress: Progress | None) ->
         raise JobError(f"{key}.features: none of {len(records)} sampled rows can be read; {causes[0]}")
     count = len(feature_values(whole[0], features)) if whole else len(features)
     return TableDataset(section, number, index, features, classes, count)
+
+
+def _refuse_numbers_as_names(names: Sequence[str], key: str) -> None:
+    """Refuse numbers as names of classes, unless they count from 0: a regression would learn their places.
+
+    Args:
+        names: names of the classes in their order.
+        key: key of the table's columns in the job.
+
+    Raises:
+        JobError: it names the ways to say what they are.
+    """
+    if all(map(is_float, names)) and list(names) != [str(number) for number in range(len(names))]:
+        raise JobError(
+            f"{key}.target: the values are numbers such as {', '.join(names[:3])}, not classes from 0 on",
+            f"set {key}.target_type to 'number' for a regression, or to 'class' if each value is a class",
+        )
 
 
 def _fault(read: Callable[[Record, Any], Any], record: Record, name: Any) -> str | None:

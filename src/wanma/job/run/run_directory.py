@@ -60,6 +60,11 @@ class RunDirectory:
         return self.path / ".lock"
 
     @property
+    def nodes_lock(self) -> Path:
+        """File that the command of a run on several nodes holds locked, on one of those that share it."""
+        return self.path / ".lock-nodes"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 

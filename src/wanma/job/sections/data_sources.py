@@ -62,7 +62,8 @@ class ColumnsSection(Section):
     target_type: Literal["class", "number"] | None = Field(
         None,
         description="target of a table's row: class (int64, counted from 0) or number (float32); unset: "
-        "number if one among those sampled has a fraction",
+        "number if one among those sampled has a fraction; whole numbers of a CSV that do not count from 0 "
+        "need it",
     )
     user: str | None = Field(
         None,

@@ -99,6 +99,7 @@ class Session:
         self._peak_flops_per_second, self._user_objects = peak_flops_per_second, user_objects or {}
         self._on_first_step: Callable[[Workload | None], None] | None = on_first_step
         self._workload: Workload | None = None
+        self._data: BatchedDataset | None = None
         self._parallel_model: ParallelModel | None = None
         self._trainer: Trainer | None = None
         self._run_validation: Callable[[], float | None] = lambda: None
@@ -193,8 +194,8 @@ class Session:
                 "pass validate=FUNCTION to it, from a batch to its losses, or unset the key",
             )
         self.worker.supervisor_client.report_progress(0, "opening data")
-        data = open_job_dataset(self.job, dataset)
-        data = join_data_parts(data, self.job, self.worker, self.plan)
+        opened = open_job_dataset(self.job, dataset)
+        self._data = data = join_data_parts(opened, self.job, self.worker, self.plan)
         data.padding_has_targets = True
         check_validation_keys(self.job, None, data.validation_samples)
         self._trainer = trainer = self._start_run(self._parallel_model, data)
@@ -234,7 +235,7 @@ class Session:
         """Return the losses that `wanma.train` computes by default, for `step` and `validate`.
 
         A model of transformers interprets `labels` as its own loss does, shifted for a causal language model.
-        Otherwise they are the cross entropy of the batch's targets.
+        Numbers as the target of a table have the squared error, all other targets the cross entropy.
 
         Args:
             output: output of the model when it is given no labels.
@@ -246,7 +247,7 @@ class Session:
         """
         if self._parallel_model is None:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
-        return default_per_target_losses(self._parallel_model.module, output, batch)
+        return default_per_target_losses(self._parallel_model.module, output, batch, self._data)
 
     def step(self, losses: Losses) -> None:
         """Run backward of the current micro-batch; at the step's last one, update, validate, save and record.

@@ -86,7 +86,8 @@ class CrossEntropy:
             raise WanmaError(
                 f"the targets are {targets.dtype}, but cross entropy, the default loss, needs integer "
                 "classes",
-                "use integer targets, or a custom loss: loss= of wanma.train, model.loss of a job",
+                "use integer targets, or a custom loss: loss= of wanma.train, model.loss of a job, losses of "
+                "your own in wanma.session",
             )
         arranged = self._with_classes_last(logits, targets)
         if classes is not None and not 0 <= classes[0] <= classes[1] < arranged.shape[-1]:
@@ -94,7 +95,8 @@ class CrossEntropy:
             raise WanmaError(
                 f"a target is class {invalid_class}, but the model has {arranged.shape[-1]} classes: 0 to "
                 f"{arranged.shape[-1] - 1}",
-                f"fix the data or the model; targets of {IGNORE_INDEX} are ignored",
+                f"fix the data or the model; targets of {IGNORE_INDEX} are ignored, and whole numbers of "
+                "a table are classes without data.columns.target_type = 'number'",
             )
         return arranged
 

@@ -21,6 +21,7 @@ from wanma.parallel.parallelize import ParallelModel
 from wanma.training.loss.loss_functions import (
     CrossEntropy,
     LossFunction,
+    full_output,
     logits_of,
     require_single_target,
     squared_error,
@@ -69,12 +70,19 @@ def default_loss(spec: ModelSpec, data: BatchedDataset, parallel_model: Parallel
     return replace(plain, classes_last=True)
 
 
-def default_per_target_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
-    """Return one loss per target, and a mask of those that count, by the rule of `default_loss`.
+def default_per_target_losses(
+    model: nn.Module, output: Any, batch: Batch, data: BatchedDataset | None = None
+) -> Losses:
+    """Return one loss per target, perhaps with a mask of those that count, by the rule of `default_loss`.
+
+    Args:
+        data: data of the batch; None: no table of numbers.
 
     Raises:
         JobError: the batch has `labels`, and the loss of the model's class is not known.
     """
+    if isinstance(data, UserDataset) and data.has_number_targets:
+        return squared_error(full_output(output), batch.targets)
     has_labels = batch.target_key in LABEL_KEYS and batch.named_targets is None
     task = find_label_task(model) if has_labels else None
     if task == "causal":
