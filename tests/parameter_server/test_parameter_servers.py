@@ -29,6 +29,7 @@ from support.server_runs import (
     expected,
     gradients,
     in_threads,
+    process_ids,
 )
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServerPosition, StepContribution
@@ -66,7 +67,7 @@ def test_a_killed_server_is_replaced_with_all_that_was_acknowledged(
     weights = served.begin()
     for step, server in enumerate((0, 1, 0)):
         compute(served.clients[0], 0)
-        os.kill(group.process_ids[server], signal.SIGKILL)
+        os.kill(process_ids(group)[server], signal.SIGKILL)
         found, _, _ = served.clients[0].fetch()
         assert_close(found, expected(weights, "adamw", range(step + 1), 1))
 
@@ -109,13 +110,13 @@ def test_a_worker_cut_from_a_living_server_waits_for_the_network(
     served = run()
     weights = served.begin()
     compute(served.clients[0], 0)
-    before, (address, *_) = group.process_ids, group.endpoints.values()
+    before, (address, *_) = process_ids(group), group.endpoints.values()
     cut = Cut(monkeypatch, address, lambda refused: refused == refusals, error)
     served.clients[0].drop(address)
     compute(served.clients[0], 0)
     assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
     assert cut.refused == refusals
-    assert group.process_ids == before
+    assert process_ids(group) == before
 
 
 def test_a_network_that_stays_away_is_one_error_and_loses_no_acknowledged_update(
@@ -124,7 +125,7 @@ def test_a_network_that_stays_away_is_one_error_and_loses_no_acknowledged_update
     served = run()
     weights = served.begin()
     compute(served.clients[0], 0)
-    before, address = group.process_ids, group.endpoints[1]
+    before, address = process_ids(group), group.endpoints[1]
     with monkeypatch.context() as patch:
         Cut(patch, address, lambda _: False)
         patch.setattr(client_module, "OUTAGE_SECONDS", 0.0)
@@ -135,7 +136,7 @@ def test_a_network_that_stays_away_is_one_error_and_loses_no_acknowledged_update
     assert newer.join().is_loaded
     newer.begin(1000, ServerPosition(True))
     assert_close(newer.fetch()[0], expected(weights, "adamw", range(1), 1))
-    assert group.process_ids == before
+    assert process_ids(group) == before
     newer.close()
 
 
@@ -182,13 +183,13 @@ def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_upda
         served = Run(group)
         weights = served.begin()
         compute(served.clients[0], 0)
-        before, cut = group.process_ids, proxies[1]
+        before, cut = process_ids(group), proxies[1]
         cut.is_cut = True
         if not is_mended:
             monkeypatch.setattr(processes_module, "OUTAGE_SECONDS", 0.0)
             with pytest.raises(WanmaError, match=r"server 0 .*server 1"):
                 compute(served.clients[0], 0)
-            assert group.process_ids == before
+            assert process_ids(group) == before
             served.close()
             return
 
@@ -199,7 +200,7 @@ def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_upda
             cut.is_cut = False
 
         in_threads(lambda: compute(served.clients[0], 0), mend)
-        assert group.process_ids == before
+        assert process_ids(group) == before
         os.kill(before[0], signal.SIGKILL)
         assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
         served.close()
@@ -237,13 +238,13 @@ def test_stop_signals_that_a_batch_system_sends_to_every_process_end_no_server(
 ) -> None:
     served = run()
     weights = served.begin()
-    before = group.process_ids
+    before = process_ids(group)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         for process in before.values():
             os.kill(process, number)
     compute(served.clients[0], 0)
     assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(1), 1))
-    assert group.process_ids == before
+    assert process_ids(group) == before
 
 
 @pytest.mark.parametrize("ids", [[3, 1], [9, 0, 3], [2, 2]])
@@ -377,7 +378,7 @@ def test_an_update_that_was_ordered_in_vain_leaves_nothing_to_the_next(
     chief, other = served.clients
     assert [client.next_step(False).step for client in (chief, other)] == [0, 1]
     other.push(1, gradients(1, 1), {"t": IDS[2]})
-    os.kill(group.process_ids[1], signal.SIGKILL)
+    os.kill(process_ids(group)[1], signal.SIGKILL)
     fields = asdict(StepContribution(1, 1.0, 2.0, 1.0, RATE))
     answer, _ = other._ask_patiently("finish", (fields.pop("statistics"),), **fields)
     assert answer["result"] == "repeat", "one of its pushes is lost with its server; another is summed"
@@ -423,7 +424,7 @@ def test_workers_are_answered_and_show_life_however_long_a_server_is_replaced(
     monkeypatch.setattr(processes_module.ServerProcesses, "ask", ask)
     assert client.next_step(False).step == 0
     client.push(0, gradients(0, 0), {"t": IDS[0]})
-    os.kill(group.process_ids[0], signal.SIGKILL)
+    os.kill(process_ids(group)[0], signal.SIGKILL)
     client.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE))
     assert waited[0]
     assert all(waited)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from support.command import Desk, Running, Training, small_disk
+from support.labelled_images import write_folder
 from support.networks import Cable, cable, ip, long_cable
 from support.nodes import Machines
 from wanma.api.run.parameter_servers import _network_access
@@ -116,6 +117,22 @@ global_batch = 48
 learning_rate = 1e-2
 embedding_optimizer = "rowwise_adagrad"
 """
+JOBS["damaged"] = """\
+[model]
+preset = "cifar-convnet"
+[data]
+images = "pictures"
+cache = "image-cache"
+shuffle = "none"
+validation_fraction = 0
+bad_data = "skip"
+bad_data_limit = 3
+[data.image_transform]
+size = 8
+[train]
+steps = 3
+global_batch = 8
+"""
 SECRET = {SECRET_VARIABLE: "0123456789abcdef"}
 SPREAD = ("cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "movielens-servers.toml"
@@ -138,6 +155,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
         ids = (n % 12, n % 7, n % 3)
         lines.append(",".join(map(str, (n % 89, n * 7 % 69, n % 2, watched, searched, *ids, n / 400))))
     (desk.folder / "videos.csv").write_text("\n".join(lines) + "\n")
+    write_folder(desk.folder / "pictures", 24)
+    pictures = sorted((desk.folder / "pictures").rglob("*.png"))
+    for number in (2, 11, 14, 23):  # the second half of a batch has as many as the first
+        pictures[number].write_bytes(pictures[number].read_bytes()[:-30])
     return desk
 
 
@@ -213,6 +234,17 @@ def test_servers_update_used_rows_of_tables_as_ranks_that_hold_the_tables(
     )
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=2e-6)
     assert largest_difference(served, alone) <= 1e-6
+
+
+def test_the_limit_of_bad_data_is_that_of_all_workers_together(desk: Desk) -> None:
+    training = desk.training("damaged")
+    ran = desk.run(
+        "train", "damaged.toml", "--run-dir", "damaged", "servers.count=1", "parallel.dp_replicate=2"
+    )
+    assert re.search(r"4 samples .*bad_data_limit = 3", ran.check(2).told_once())
+    listed = [len(file.read_text().splitlines()) for file in training.path.glob("logs/bad-samples-*.jsonl")]
+    assert sum(listed) == 4
+    assert max(listed) < 4, "each worker alone has met fewer"
 
 
 def nodes_of(desk: Desk, name: str, job: str, *words: str, **environment: str) -> Machines:

@@ -119,6 +119,11 @@ def in_threads(*functions: Callable[[], object]) -> None:
         raise errors[0]
 
 
+def process_ids(group: ServerGroup) -> dict[int, int]:
+    """Process of each server."""
+    return {number: process.process_id for number, process in group._processes.running.items()}
+
+
 def expected(weights: dict[str, Tensor], kind: str, steps: range, workers: int) -> dict[str, Tensor]:
     """The weights after one process with torch's optimizers has taken the steps."""
     tensors = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in weights.items()}

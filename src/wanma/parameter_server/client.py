@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,13 @@ from wanma.parameter_server.frames import (
     OUTAGE_SECONDS,
     Buffers,
     Connection,
+    Frame,
     PeerLostError,
+    ask_peers,
 )
-from wanma.parameter_server.shards import pack_tensors, unpack_tensors
+from wanma.parameter_server.shards import pack_tensors, row_pieces, slice_rows, unpack_tensors
 from wanma.parameter_server.table import ServerTable
 
-_SECONDS = 120.0
-"""Longest wait for an answer."""
 _CHANGE_SECONDS = 0.05
 """Interval at which the table is read while servers begin to use another."""
 _WIRE_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,34 +125,37 @@ class ParameterServerClient:
         )
         self._table = table = ServerTable.from_json(answer["table"])
         for parameter in table.parameters:
-            name, starts = parameter.name, [*table.starts(parameter), parameter.rows]
-            tensors = {"weight": weights[name], **{key: by[name] for key, by in state.items() if name in by}}
+            name, kinds = parameter.name, {key: by for key, by in state.items() if key != "step"}
+            tensors = {"weight": weights[name], **{key: by[name] for key, by in kinds.items() if name in by}}
+            if not parameter.is_table:  # a table's have rows already; of some states a row is one number
+                tensors = {
+                    key: tensor.reshape(parameter.rows, parameter.width) for key, tensor in tensors.items()
+                }
             if len(tensors) > 1:
                 tensors["step"] = torch.tensor(float(position.updates))
             for shard, holders in enumerate(table.holders):
-                rows = slice(starts[shard], starts[shard + 1])
-                if rows.start == rows.stop:
-                    continue
-                # A table's tensors have rows already; of some states a row is one number.
-                own = {
-                    key: tensor
-                    if key == "step"
-                    else (tensor if parameter.is_table else tensor.reshape(parameter.rows, -1))[rows]
-                    for key, tensor in tensors.items()
-                }
-                descriptions, buffers = pack_tensors(({"field": key}, tensor) for key, tensor in own.items())
-                message = {"op": "load", "table": table.version, "shard": shard, "name": name}
-                for server in holders:
-                    try:
-                        loaded, _ = self._server(server).request(
-                            {**message, "tensors": descriptions}, buffers, _SECONDS
-                        )
-                    except PeerLostError as error:
-                        raise WanmaError(
-                            f"parameter server {server} is lost while it is filled: {error}"
-                        ) from error
-                    if "stale" in loaded:
-                        raise WanmaError("a parameter server was lost while worker 0 filled it")
+                for rows in row_pieces(table.row_range(parameter, shard), parameter):
+                    header = {"op": "load", "table": table.version, "shard": shard, "name": name}
+                    header["start"] = rows.start - table.start(parameter, shard)
+                    self._load_rows(holders, header, slice_rows(tensors, rows.start, rows.stop))
+
+    def _load_rows(
+        self, holders: tuple[int, ...], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Fill rows on all holders of their shard."""
+        descriptions, buffers = pack_tensors(({"field": key}, tensor) for key, tensor in tensors.items())
+        for server in holders:
+            try:
+                answer, _ = self._server(server).request({**header, "tensors": descriptions}, buffers)
+                cause = "another server was lost" if "stale" in answer else ""
+            except PeerLostError as error:
+                cause = str(error)
+            if cause:
+                raise WanmaError(
+                    f"worker {self._worker} cannot fill parameter server {server}: {cause}",
+                    "the same command continues from the newest checkpoint",
+                )
+            self._show_life()
 
     def begin(self, pause_step: int, position: ServerPosition | None = None) -> int:
         numbers = {} if position is None else {"steps": position.step, "updates": position.updates}
@@ -169,7 +173,7 @@ class ParameterServerClient:
         self.step = answer.get("step", self.step)
         blobs = iter(buffers)
         records = tuple(
-            _record(one, [bytes(next(blobs)) for _ in range(one["statistics"])])
+            AppliedStep(**{**one, "statistics": tuple(bytes(next(blobs)) for _ in range(one["statistics"]))})
             for one in answer.get("records", ())
         )
         return ServedStep(
@@ -240,39 +244,44 @@ class ParameterServerClient:
         weights: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
         for parameter in self._require_table().parameters:
-            while (parts := self._fetch_parts(parameter)) is None:
-                pass
-            weights[parameter.name] = torch.cat(parts.pop("weight")).reshape(parameter.shape)
-            for key, tensors in parts.items():
-                value = tensors[0] if tensors[0].ndim == 0 else torch.cat(tensors)
-                if value.ndim and not parameter.is_table:
-                    value = value.reshape(parameter.shape)
-                state.setdefault(key, {})[parameter.name] = value
+            for key, tensor in self._fetch_parameter(parameter).items():
+                of_kind = weights if key == "weight" else state.setdefault(key, {})
+                is_whole = parameter.is_table or not tensor.ndim
+                of_kind[parameter.name] = tensor if is_whole else tensor.reshape(parameter.shape)
         return weights, state, self.join()
 
-    def _fetch_parts(self, parameter: ServedParameter) -> dict[str, list[Tensor]] | None:
-        """Return a parameter's tensors by kind, in the order of the shards; None: it has to be repeated."""
-        table = self._require_table()
-        parts: dict[str, list[Tensor]] = {}
-        for shard, holders in enumerate(table.holders):
-            if not (rows := len(table.row_range(parameter, shard))):
-                continue
-            message = {"op": "rows", "table": table.version, "shard": shard, "name": parameter.name}
+    def _fetch_parameter(self, parameter: ServedParameter) -> dict[str, Tensor]:
+        """Return a parameter's tensors by kind, whose rows come piece by piece."""
+        found: dict[str, Tensor] = {}
+        row = 0
+        while row < parameter.rows:
+            table = self._require_table()
+            starts = table.starts(parameter)
+            shard = bisect.bisect_right(starts, row) - 1
+            rows = next(row_pieces(range(row, starts[shard + 1]), parameter))
+            header = {"op": "rows", "table": table.version, "shard": shard, "name": parameter.name}
+            header |= {"start": rows.start - starts[shard], "stop": rows.stop - starts[shard]}
+            server = table.holders[shard][0]
             try:
-                header, buffers = self._server(holders[0]).request(
-                    {**message, "start": 0, "stop": rows}, (), _SECONDS
-                )
+                answer, buffers = self._server(server).request(header)
             except PeerLostError:
-                self._handle_loss(holders[0])
-                return None
-            if "stale" in header:
+                self._handle_loss(server)
+                continue
+            if "stale" in answer:
                 self._follow_change()
-                return None
-            for keys, tensor in unpack_tensors(header["tensors"], buffers):
-                parts.setdefault(keys["field"], []).append(tensor)
-        self._suspects.clear()
-        self._outage_began = None
-        return parts
+                continue
+            for keys, tensor in unpack_tensors(answer["tensors"], buffers):
+                key = keys["field"]
+                if not tensor.ndim:
+                    found[key] = tensor
+                    continue
+                if key not in found:
+                    found[key] = tensor.new_zeros(parameter.rows, *tensor.shape[1:])
+                found[key][rows.start : rows.stop] = tensor
+            row = rows.stop
+            self._note_success()
+            self._show_life()
+        return found
 
     def resume(self, pause_step: int, outcome: str = "") -> None:
         self._ask("resume", pause_step=pause_step, outcome=outcome)
@@ -283,24 +292,19 @@ class ParameterServerClient:
 
     # ---------------------------------------------------------------- inside
 
-    def _ask(
-        self, operation: str, buffers: Buffers = (), **fields: Any
-    ) -> tuple[dict[str, Any], list[bytearray]]:
+    def _ask(self, operation: str, buffers: Buffers = (), **fields: Any) -> Frame:
         message = {"op": operation, "worker": self._worker, "generation": self._generation, **fields}
         try:
-            return self._coordinator.request(message, buffers, _SECONDS)
+            return self._coordinator.request(message, buffers)
         except PeerLostError as error:
             raise WanmaError(
-                f"worker {self._worker}: the coordinator of the parameter servers is lost: {error}"
+                f"worker {self._worker}: the coordinator of the parameter servers is lost: {error}",
+                "the same command continues the run; the coordinator runs beside rank 0",
             ) from error
-        except AllRanksError:
-            raise
         except WanmaError as error:
             raise AllRanksError(error.message, error.hint) from error
 
-    def _ask_patiently(
-        self, operation: str, buffers: Buffers = (), **fields: Any
-    ) -> tuple[dict[str, Any], list[bytearray]]:
+    def _ask_patiently(self, operation: str, buffers: Buffers = (), **fields: Any) -> Frame:
         """Ask the coordinator until its answer is not to wait."""
         while True:
             answer, content = self._ask(operation, buffers, **fields)
@@ -317,47 +321,38 @@ class ParameterServerClient:
         by_server: Entries = {}
         for shard, tensors in entries.items():
             by_server.setdefault(table.holders[shard][0], []).extend(tensors)
-        answers: list[tuple[dict[str, Any], Tensor]] = []
-        lost: int | None = None
-        refusal: WanmaError | None = None
-        is_stale, sent = False, []
-        for server, tensors in sorted(by_server.items()):
-            descriptions, buffers = pack_tensors(tensors)
-            message = {
-                "op": operation,
-                "table": table.version,
-                "worker": self._worker,
-                "generation": self._generation,
-                "tensors": descriptions,
-                **fields,
-            }
-            try:
-                self._server(server).send(message, buffers, _SECONDS)
-                sent.append(server)
-            except PeerLostError:
-                lost = server
-        for server in sent:
-            try:
-                header, content = self._server(server).receive()
-            except PeerLostError:
-                lost = server
-                continue
-            except WanmaError as error:  # the answers of the others are still to be read
-                refusal = error
-                continue
-            is_stale |= "stale" in header
-            answers += unpack_tensors(header.get("tensors", ()), content)
+        message = {
+            "op": operation,
+            "table": table.version,
+            "worker": self._worker,
+            "generation": self._generation,
+            **fields,
+        }
+
+        def requests() -> Iterator[tuple[int, dict[str, Any], Buffers]]:
+            for server, tensors in sorted(by_server.items()):
+                descriptions, buffers = pack_tensors(tensors)
+                yield server, {**message, "tensors": descriptions}, buffers
+
+        answers, lost, refusal = ask_peers(self._server, requests())
         if refusal is not None:
             raise refusal
-        if lost is not None:
-            self._handle_loss(lost)
-        elif is_stale:
+        if lost:
+            self._handle_loss(min(lost))
+        elif any("stale" in header for header, _ in answers.values()):
             self._follow_change()
         else:
-            self._suspects.clear()
-            self._outage_began = None
-            return answers
+            self._note_success()
+            return [
+                one
+                for header, content in answers.values()
+                for one in unpack_tensors(header.get("tensors", ()), content)
+            ]
         return None
+
+    def _note_success(self) -> None:
+        self._suspects.clear()
+        self._outage_began = None
 
     def _follow_change(self) -> None:
         """Read the table again, while some servers may still be about to use it."""
@@ -439,7 +434,7 @@ class ParameterServerClient:
         self, table: ServerTable, parameter: ServedParameter, rows: Mapping[str, Tensor]
     ) -> Iterator[_Piece]:
         """Yield a parameter's pieces; shards without a row of it have none."""
-        starts = [*table.starts(parameter), parameter.rows]
+        starts = table.starts(parameter)
         ids, cuts = None, starts
         if parameter.is_table:
             ids = rows[parameter.name]
@@ -461,7 +456,3 @@ class ParameterServerClient:
                 part = slice(cuts[shard], cuts[shard + 1])
                 own = None if ids is None else ids[part] - starts[shard] if starts[shard] else ids[part]
                 yield _Piece(parameter, shard, own, part)
-
-
-def _record(value: dict[str, Any], statistics: list[bytes]) -> AppliedStep:
-    return AppliedStep(**{**value, "statistics": tuple(statistics)})

@@ -26,6 +26,8 @@ from wanma.parameter_server.update_rule import UpdateDecision, UpdateRule, loss_
 
 _ANSWER_SECONDS = 15.0
 """Longest wait of a request before its sender is told to ask again, and shows that it is alive."""
+_MAX_UNRECORDED = 4096
+"""Applied steps that the chief has not recorded, from which on the other workers wait for it: memory."""
 CHIEF = 0
 """Worker that fills the servers, validates and saves."""
 
@@ -78,7 +80,9 @@ class ServerCoordinator:
         self._is_moving = False
         """True while row ranges move, or are about to: no update begins."""
         threading.Thread(target=self._order_updates, daemon=True, name="wanma-servers-updates").start()
-        self._frames = FrameServer(self._handle, secret, address)
+        self._frames = FrameServer(
+            self._handle, secret, address, name="the coordinator of the parameter servers"
+        )
         self.access = ServerAccess(*self._frames.address, secret)
 
     def start(self, group: ServerGroup, show: Callable[[str, str], None]) -> None:
@@ -150,10 +154,7 @@ class ServerCoordinator:
         if operation == "join":
             return self._join(header), ()
         with self._condition:
-            if header["generation"] != self._generation:
-                raise WanmaError(f"worker {header['worker']} is of an earlier start of the run")
-            if self._failure is not None:
-                raise self._failure
+            self._check_generation(header)
         if operation == "table":
             return self._current_table(header), ()
         if operation == "open":
@@ -192,8 +193,7 @@ class ServerCoordinator:
                 self._clock.abandon()
                 self._contributions, self._results, self._hosts = {}, {}, {}
                 self._condition.notify_all()
-            elif generation < self._generation:
-                raise WanmaError("a worker is of an earlier start of the run")
+            self._check_generation(header)
             if data := header.get("data"):
                 self._data = self._data or data
                 if data != self._data:
@@ -266,7 +266,10 @@ class ServerCoordinator:
                 if not self._is_loaded:
                     table = self._group.table
                     if table is None or table.version != header["table"]:
-                        raise WanmaError("a parameter server was lost while worker 0 filled it")
+                        raise WanmaError(
+                            "a parameter server was lost while worker 0 filled it",
+                            "the same command continues from the newest checkpoint",
+                        )
                     self._clock.begin(header["steps"], header["updates"], header["pause_step"])
                     self._unrecorded, self._is_loaded = [], True
                 self._has_chief_begun = True
@@ -280,9 +283,10 @@ class ServerCoordinator:
         with self._condition:
             if header["is_drain_requested"]:
                 self._clock.pause()
-            if worker == CHIEF:
+            if worker == CHIEF and self._delivered:
                 del self._unrecorded[: self._delivered]
                 self._delivered = 0
+                self._condition.notify_all()
             found: dict[str, Any] = {}
 
             def is_decided() -> bool:
@@ -290,6 +294,8 @@ class ServerCoordinator:
                     found["outcome"] = self._outcome
                 elif worker == CHIEF and self._clock.is_paused:
                     found["is_pause"] = True
+                elif worker != CHIEF and len(self._unrecorded) >= _MAX_UNRECORDED:
+                    return False
                 elif (step := self._clock.try_start(worker)) is not None:
                     found["step"] = step
                     found["upcoming"] = self._clock.reserve(worker, header["upcoming"])
@@ -376,7 +382,7 @@ class ServerCoordinator:
     def _order(self, number: int, step: int, headers: list[dict[str, Any]]) -> set[int]:
         """Let the servers apply an update; return the workers whose pushes they lack."""
         order = {"update": number, "contributors": [[header["worker"], step] for header in headers]}
-        if self._decision is None or self._decision.number != number:
+        if self._decision is None:
             replies = self._group.ask_primaries({"op": "reduce", **order})
             if missing := {worker for reply in replies for worker in reply["missing"]}:
                 return missing
@@ -406,6 +412,7 @@ class ServerCoordinator:
             worker=workers[-1],
             statistics=tuple(self._contributions.pop(worker)[1] for worker in workers),
             data_sums=tuple(map(sum, zip(*(header["data_terms"] for header in headers), strict=True))),
+            bad_places=tuple(sorted({place for header in headers for place in header["bad_places"]})),
         )
         self._unrecorded.append(record)
         self._decision, self._updating = None, None

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from wanma.data.handover.messages import receive_bytes, set_tcp_options
 from wanma.job.errors import WanmaError
 
-PROTOCOL_VERSION = 2
+log = logging.getLogger("wanma.parameter_server")
+
+PROTOCOL_VERSION = 3
 _SIZES = struct.Struct(">II")
 """Bytes of the header, and number of buffers: the size of each, the header, and the buffers follow."""
 _MAX_PIECES = 512
@@ -34,11 +37,15 @@ _MAX_STRANGERS = 1024
 _RETRY_SECONDS = 0.05
 _UNANSWERED_MILLISECONDS = 30_000
 """Time after which a connection whose bytes the peer's machine does not confirm counts as lost."""
+_ANSWER_SECONDS = 120.0
+"""Longest wait for an answer unless a request sets another; a peer that takes longer counts as lost."""
 OUTAGE_SECONDS = 120.0
 """Longest wait of a worker or server for the network to a server that the coordinator reaches."""
 OUTAGE_RETRY_SECONDS = 1.0
 Buffers = Sequence[Any]
 """Objects with the buffer protocol."""
+Frame = tuple[dict[str, Any], list[bytearray]]
+"""Header and buffers, as they arrive."""
 Handler = Callable[[dict[str, Any], list[bytearray]], tuple[dict[str, Any], Buffers]]
 
 
@@ -77,8 +84,8 @@ class Connection:
             raise
 
     def request(
-        self, header: dict[str, Any], buffers: Buffers = (), timeout: float | None = None
-    ) -> tuple[dict[str, Any], list[bytearray]]:
+        self, header: dict[str, Any], buffers: Buffers = (), timeout: float = _ANSWER_SECONDS
+    ) -> Frame:
         """Send a request and return its answer.
 
         Raises:
@@ -88,7 +95,7 @@ class Connection:
         self.send(header, buffers, timeout)
         return self.receive()
 
-    def send(self, header: dict[str, Any], buffers: Buffers = (), timeout: float | None = None) -> None:
+    def send(self, header: dict[str, Any], buffers: Buffers = (), timeout: float = _ANSWER_SECONDS) -> None:
         """Send a request, whose answer `receive` returns."""
         try:
             self._socket.settimeout(timeout)
@@ -96,7 +103,7 @@ class Connection:
         except OSError as error:
             raise self._lost(error) from error
 
-    def receive(self) -> tuple[dict[str, Any], list[bytearray]]:
+    def receive(self) -> Frame:
         try:
             header, buffers = _receive_frame(self._socket)
         except (OSError, EOFError, ValueError) as error:
@@ -114,6 +121,39 @@ class Connection:
         return PeerLostError(f"{self.address[0]}:{self.address[1]}: {error or 'closed the connection'}")
 
 
+def ask_peers(
+    connect: Callable[[int], Connection],
+    requests: Iterable[tuple[int, dict[str, Any], Buffers]],
+) -> tuple[dict[int, Frame], set[int], WanmaError | None]:
+    """Send requests to peers, and then read their answers, so that all work at once.
+
+    Args:
+        connect: function that returns the connection to a peer, or raises `PeerLostError`.
+        requests: number of a peer, header and buffers of its request.
+
+    Returns:
+        (answers, lost peers, refusal of one peer): all other answers have been read.
+    """
+    answers: dict[int, Frame] = {}
+    lost: set[int] = set()
+    refusal: WanmaError | None = None
+    sent: list[int] = []
+    for number, header, buffers in requests:
+        try:
+            connect(number).send(header, buffers)
+            sent.append(number)
+        except PeerLostError:
+            lost.add(number)
+    for number in sent:
+        try:
+            answers[number] = connect(number).receive()
+        except PeerLostError:
+            lost.add(number)
+        except WanmaError as error:
+            refusal = error
+    return answers, lost, refusal
+
+
 class FrameServer:
     """Server of requests, with a thread for each connection.
 
@@ -121,10 +161,13 @@ class FrameServer:
         handler: function from a request to its answer; a `WanmaError` that it raises is the answer.
         secret: secret of the run.
         host: address to listen on.
+        name: name of the server in the answer where the handler fails otherwise.
     """
 
-    def __init__(self, handler: Handler, secret: bytes, host: str = "127.0.0.1") -> None:
-        self._handler, self._secret = handler, secret
+    def __init__(
+        self, handler: Handler, secret: bytes, host: str = "127.0.0.1", *, name: str = "the server"
+    ) -> None:
+        self._handler, self._secret, self._name = handler, secret, name
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=512)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -195,7 +238,9 @@ class FrameServer:
         except WanmaError as error:
             return {"error": error.message, "hint": error.hint}, ()
         except Exception as error:
-            return {"error": f"{header.get('op')}: {type(error).__name__}: {error}"}, ()
+            log.exception("%s", self._name)
+            text = f"{self._name}: {header.get('op')}: {type(error).__name__}: {error}"
+            return {"error": text, "hint": f"the log of {self._name} has the traceback"}, ()
 
 
 def _end(connection: socket.socket) -> None:
@@ -219,9 +264,7 @@ def _send_frame(connection: socket.socket, header: dict[str, Any], buffers: Buff
     )
 
 
-def _receive_frame(
-    connection: socket.socket, max_header_bytes: int = _MAX_HEADER_BYTES
-) -> tuple[dict[str, Any], list[bytearray]]:
+def _receive_frame(connection: socket.socket, max_header_bytes: int = _MAX_HEADER_BYTES) -> Frame:
     size, count = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
     if size > max_header_bytes or (count and max_header_bytes < _MAX_HEADER_BYTES):
         raise ValueError(f"a header of {size} bytes")

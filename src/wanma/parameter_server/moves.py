@@ -14,25 +14,15 @@ from torch import Tensor
 from wanma.job.errors import WanmaError
 from wanma.job.run.parameter_servers import ServedParameter
 from wanma.parameter_server.frames import Connection, PeerLostError
-from wanma.parameter_server.shards import Shard, overlapping_rows, unpack_tensors
+from wanma.parameter_server.shards import Shard, overlapping_rows, row_pieces, slice_rows, unpack_tensors
 from wanma.parameter_server.table import ServerTable
 
-_PIECE_BYTES = 16 << 20
-"""Bytes of the weights of one message: memory, and time in which its shard answers no pull."""
-_PEER_SECONDS = 60.0
+PEER_SECONDS = 60.0
 """Longest wait for another server."""
 
 
 class HolderLostError(Exception):
-    """Loss of the connection to the server that holds the rows to be copied.
-
-    Args:
-        holder: number of that server.
-    """
-
-    def __init__(self, holder: int) -> None:
-        super().__init__(holder)
-        self.holder = holder
+    """Loss of the connection to the server, its argument, that holds the rows to be copied."""
 
 
 class ShardMove:
@@ -95,7 +85,7 @@ class ShardMove:
             shard.version = self._update
             for parameter in self.table.parameters:
                 for source, rows in overlapping_rows(self._old, self.table, parameter, index):
-                    for piece in _pieces(rows, parameter):
+                    for piece in row_pieces(rows, parameter):
                         self._copy(shard, parameter, source, piece)
                         yield
 
@@ -122,7 +112,7 @@ class ShardMove:
             if holder not in self._holders:
                 self._holders[holder] = Connection(self._old.endpoints[holder], self._secret, 0.0)
             header, buffers = self._holders[holder].request(
-                {**message, "start": start, "stop": stop}, (), _PEER_SECONDS
+                {**message, "start": start, "stop": stop}, (), PEER_SECONDS
             )
         except PeerLostError as error:
             self.close()
@@ -131,14 +121,3 @@ class ShardMove:
             raise WanmaError(f"parameter server {holder} has another table than its group")
         tensors = {keys["field"]: tensor for keys, tensor in unpack_tensors(header["tensors"], buffers)}
         return tensors, header["version"]
-
-
-def slice_rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Return rows of a parameter's tensors; numbers that all rows share are left whole."""
-    return {key: tensor[start:stop] if tensor.ndim else tensor for key, tensor in tensors.items()}
-
-
-def _pieces(rows: range, parameter: ServedParameter) -> Iterator[range]:
-    size = max(_PIECE_BYTES // (4 * max(parameter.width, 1)), 1)
-    for start in range(rows.start, rows.stop, size):
-        yield range(start, min(start + size, rows.stop))

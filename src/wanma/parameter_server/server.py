@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import threading
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -20,18 +19,21 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 from wanma.parameter_server.frames import Buffers, Connection, FrameServer, PeerLostError
-from wanma.parameter_server.moves import HolderLostError, ShardMove, slice_rows
-from wanma.parameter_server.shards import Gradient, Shard, pack_tensors, sum_gradients, unpack_tensors
+from wanma.parameter_server.moves import PEER_SECONDS, HolderLostError, ShardMove
+from wanma.parameter_server.shards import (
+    Gradient,
+    Shard,
+    pack_tensors,
+    slice_rows,
+    sum_gradients,
+    unpack_tensors,
+)
 from wanma.parameter_server.table import ServerTable
 from wanma.torch_internals.operators import foreach_norm
 
 Answer = tuple[dict[str, Any], Buffers]
-_PEER_SECONDS = 60.0
-"""Longest wait for another server."""
 _MOVE_SECONDS = 10.0
 """Time in which a server copies rows before it answers that it goes on."""
-_KEPT_PUSHES = 64
-"""Pushes of a worker that a server keeps; the oldest go first."""
 
 
 class ParameterServer:
@@ -51,8 +53,8 @@ class ParameterServer:
         """Shards by the table in use; another table comes with another dictionary."""
         self._move: ShardMove | None = None
         """Shards that are collected for another table."""
-        self._pushes: OrderedDict[tuple[int, int, int], dict[int, dict[str, Gradient]]] = OrderedDict()
-        """By (generation, step, worker): gradients by shard and parameter."""
+        self._pushes: dict[int, tuple[int, dict[int, dict[str, Gradient]]]] = {}
+        """By worker its newest push: the step, and gradients by shard and parameter."""
         self._generation = 0
         self._sums: dict[int, tuple[list[Any], dict[str, Gradient]]] = {}
         """By shard an update with its contributors, and their summed gradients, until it is applied."""
@@ -61,13 +63,8 @@ class ParameterServer:
         self._lock = threading.Lock()
         self._peers: dict[tuple[int, tuple[str, int]], Connection] = {}
         """By shard and endpoint the connection to its other holder."""
-        self._frames = FrameServer(self._handle, secret, host)
+        self._frames = FrameServer(self._handle, secret, host, name=f"parameter server {number}")
         self.address = self._frames.address
-
-    def close(self) -> None:
-        self._frames.close()
-        for peer in self._peers.values():
-            peer.close()
 
     def _handle(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
         operations = {
@@ -102,15 +99,8 @@ class ParameterServer:
         return {"tensors": descriptions}, content
 
     def _push(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
-        gradients: dict[int, dict[str, Gradient]] = {}
-        ids: Tensor | None = None
-        for keys, tensor in unpack_tensors(header["tensors"], buffers):
-            if keys["field"] == "ids":
-                ids = tensor
-                continue
-            by_name = gradients.setdefault(keys["shard"], {})
-            by_name[keys["name"]] = Gradient(tensor.float(), ids if keys["is_table"] else None)
-        generation, step, worker = header["generation"], header["step"], header["worker"]
+        gradients = _unpack_gradients(header, buffers)
+        generation, worker = header["generation"], header["worker"]
         with self._lock:
             if self._table is None or header["table"] != self._table.version:
                 return {"stale": True}, ()
@@ -119,11 +109,7 @@ class ParameterServer:
             if generation > self._generation:
                 self._generation = generation
                 self._pushes.clear()
-            self._pushes[generation, step, worker] = gradients
-            self._pushes.move_to_end((generation, step, worker))
-            own = [key for key in self._pushes if key[2] == worker]
-            for key in own[:-_KEPT_PUSHES]:
-                del self._pushes[key]
+            self._pushes[worker] = (header["step"], gradients)  # those before are applied, or repeated
         return {}, ()
 
     def _shards_by(self, version: int) -> dict[int, Shard] | None:
@@ -171,7 +157,8 @@ class ParameterServer:
         if not missing:
             with self._lock:
                 for worker, step in header["contributors"]:
-                    self._pushes.pop((self._generation, step, worker), None)
+                    if self._pushes.get(worker, (None,))[0] == step:
+                        del self._pushes[worker]
         return {"missing": sorted(missing)}, ()
 
     def _summed(self, shard: Shard, header: dict[str, Any]) -> tuple[dict[str, Gradient], set[int]]:
@@ -185,8 +172,8 @@ class ParameterServer:
             if known == order:
                 return sums, set()
             for worker, step in header["contributors"]:
-                pushed = self._pushes.get((self._generation, step, worker), {})
-                if shard.index in pushed:
+                pushed_step, pushed = self._pushes.get(worker, (None, {}))
+                if pushed_step == step and shard.index in pushed:
                     parts.append(pushed[shard.index])
                 elif shard.weights:
                     missing.add(worker)
@@ -214,7 +201,7 @@ class ParameterServer:
         try:
             if key not in self._peers:
                 self._peers[key] = Connection(table.endpoints[backup], self._secret, 0.0)
-            answer, _ = self._peers[key].request({**message, "tensors": descriptions}, content, _PEER_SECONDS)
+            answer, _ = self._peers[key].request({**message, "tensors": descriptions}, content, PEER_SECONDS)
         except PeerLostError:
             self._peers.pop(key, None)
             raise
@@ -224,12 +211,8 @@ class ParameterServer:
     def _replicate(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
         if (shards := self._shards_by(header["table"])) is None:
             return {"stale": True}, ()
-        shard, gradients, ids = shards[header["shard"]], dict[str, Gradient](), None
-        for keys, tensor in unpack_tensors(header["tensors"], buffers):
-            if keys["field"] == "ids":
-                ids = tensor
-            else:
-                gradients[keys["name"]] = Gradient(tensor, ids if keys["is_table"] else None)
+        shard = shards[header["shard"]]
+        gradients = _unpack_gradients(header, buffers).get(shard.index, {})
         with shard.lock:
             shard.apply(header["update"], gradients, header["factor"], header["learning_rate"])
         return {}, ()
@@ -248,11 +231,11 @@ class ParameterServer:
         return {}, ()
 
     def _load(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
-        """Fill the complete rows of one parameter in one shard."""
+        """Fill a row range of one parameter in one shard."""
         if (shards := self._shards_by(header["table"])) is None:
             return {"stale": True}, ()
         tensors = {keys["field"]: tensor for keys, tensor in unpack_tensors(header["tensors"], buffers)}
-        shards[header["shard"]].fill(header["name"], 0, tensors)
+        shards[header["shard"]].fill(header["name"], header["start"], tensors)
         return {}, ()
 
     def _rows(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
@@ -279,7 +262,7 @@ class ParameterServer:
         try:
             is_done = move.advance(_MOVE_SECONDS)
         except HolderLostError as error:
-            return {"lost": error.holder}, ()
+            return {"lost": error.args[0]}, ()
         self._move = move  # after an error it is begun anew
         return {"is_done": is_done}, ()
 
@@ -311,10 +294,23 @@ class ParameterServer:
         return self._table
 
 
+def _unpack_gradients(header: dict[str, Any], buffers: list[bytearray]) -> dict[int, dict[str, Gradient]]:
+    """Return the gradients of a message by shard and parameter; ids come before the values of their rows."""
+    gradients: dict[int, dict[str, Gradient]] = {}
+    ids: Tensor | None = None
+    for keys, tensor in unpack_tensors(header["tensors"], buffers):
+        if keys["field"] == "ids":
+            ids = tensor
+        else:
+            of_shard = gradients.setdefault(keys["shard"], {})
+            of_shard[keys["name"]] = Gradient(tensor.float(), ids if keys["is_table"] else None)
+    return gradients
+
+
 def main() -> None:
     """Run a server: settings come as one line of JSON on standard input, whose end ends the process."""
     settings = json.loads(sys.stdin.readline())
-    torch.set_num_threads(settings["threads"])
+    torch.set_num_threads(1)
     server = ParameterServer(settings["number"], base64.b64decode(settings["secret"]), settings["host"])
     with contextlib.suppress(OSError):  # the disk of the log may be full
         sys.stderr.write(f"parameter server {settings['number']}, process {os.getpid()}\n")

@@ -77,11 +77,6 @@ class ServerGroup:
         self._is_closed = True
 
     @property
-    def process_ids(self) -> dict[int, int]:
-        """Process of each server."""
-        return {number: process.process_id for number, process in self._processes.running.items()}
-
-    @property
     def endpoints(self) -> dict[int, tuple[str, int]]:
         """Host and port of each server."""
         return {number: process.endpoint for number, process in self._processes.running.items()}

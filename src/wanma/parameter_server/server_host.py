@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from wanma.job.errors import WanmaError
 from wanma.parameter_server.frames import Buffers, Connection, FrameServer, PeerLostError
 
 _START_SECONDS = 120.0
-"""Longest wait for the start of a process on another node."""
+"""Longest wait for the first line of a process, which it writes when it listens."""
 _END_SECONDS = 20.0
 _WAIT_SECONDS = 15.0
 """Longest wait of a request for the end of a process, before it is asked again."""
@@ -66,7 +67,6 @@ class ServerHost:
     Args:
         secret: secret of the run.
         logs: folder for the output of the servers.
-        threads: threads of each server.
         address: address on which servers listen.
         is_remote: true if groups on other nodes may use it.
     """
@@ -76,17 +76,18 @@ class ServerHost:
         secret: bytes,
         logs: Path,
         *,
-        threads: int = 1,
         address: str = "127.0.0.1",
         is_remote: bool = False,
     ) -> None:
-        self._secret, self._logs, self._threads, self._address = secret, logs, threads, address
+        self._secret, self._logs, self._address = secret, logs, address
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._group = (0, "")
         """Newest start of the run's workers, and the group that it uses."""
         self._is_closed = False
         self._lock = threading.Lock()
-        self._frames = FrameServer(self._handle, secret, address) if is_remote else None
+        self._frames: FrameServer | None = None
+        if is_remote:
+            self._frames = FrameServer(self._handle, secret, address, name="the host of the servers")
 
     @property
     def endpoint(self) -> tuple[str, int] | None:
@@ -114,12 +115,17 @@ class ServerHost:
             else:
                 self._processes[number] = process
         assert process.stdout is not None
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        is_silent = not poll.poll(1000 * _START_SECONDS)
+        if is_silent:
+            process.kill()
         line = process.stdout.readline()
-        if not line:
-            raise WanmaError(
-                f"parameter server {number} did not start: it ended with exit code {process.wait()}",
-                f"read {self._log(number)}",
-            )
+        if is_silent or not line:
+            code = process.wait()
+            silence = f"it was silent for {_START_SECONDS:g} s"
+            cause = silence if is_silent else f"it ended with exit code {code}"
+            raise WanmaError(f"parameter server {number} did not start: {cause}", f"read {self._log(number)}")
         host, port = json.loads(line)
         return ServerProcess(number, (host, port), process.pid)
 
@@ -182,17 +188,17 @@ class ServerHost:
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(self._threads)},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         settings = {
             "number": number,
             "secret": base64.b64encode(self._secret).decode(),
             "host": self._address,
-            "threads": self._threads,
         }
         assert process.stdin is not None
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: so has its output, which tells
+            process.stdin.write(json.dumps(settings) + "\n")
+            process.stdin.flush()
         return process
 
 
@@ -208,7 +214,7 @@ class RemoteHost:
     """Number of the start of the workers that named the host."""
 
     def start(self, number: int) -> ServerProcess:
-        answer = self._ask("start", number, _START_SECONDS)
+        answer = self._ask("start", number, _START_SECONDS + _END_SECONDS)
         host, port = answer["endpoint"]
         return ServerProcess(number, (host, port), answer["process_id"])
 

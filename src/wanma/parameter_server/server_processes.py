@@ -19,15 +19,12 @@ from wanma.parameter_server.frames import (
     OUTAGE_SECONDS,
     Connection,
     PeerLostError,
+    ask_peers,
 )
 from wanma.parameter_server.server_host import Host, ServerProcess, wait_for_end
 
-_ANSWER_SECONDS = 120.0
-"""Longest wait for a server's answer; a server that takes longer counts as lost, and is killed."""
 Launch = tuple[Host, ServerProcess | None]
 """Host of a server, and the process that it has started; None: its node is lost."""
-Answers = dict[int, dict[str, Any]]
-"""Answers by server."""
 
 
 @dataclass
@@ -143,7 +140,9 @@ class ServerProcesses:
             return False
         return True
 
-    def ask(self, numbers: Sequence[int], message: dict[str, Any]) -> tuple[Answers, set[int]]:
+    def ask(
+        self, numbers: Sequence[int], message: dict[str, Any]
+    ) -> tuple[dict[int, dict[str, Any]], set[int]]:
         """Send a request to servers at once, and again while living servers do not reach each other.
 
         Returns:
@@ -153,8 +152,12 @@ class ServerProcesses:
             WanmaError: a server refuses, or the network between servers stays away.
         """
         deadline = time.monotonic() + OUTAGE_SECONDS
+        requests = [(number, message, ()) for number in numbers]
         while True:
-            answers, lost = self._send(numbers, message)
+            frames, lost, refusal = ask_peers(lambda number: self._servers[number].connection, requests)
+            if refusal is not None and not lost:  # else a loss explains it, and the request is repeated
+                raise refusal
+            answers = {number: header for number, (header, _) in frames.items()}
             unreached = {number: answer["lost"] for number, answer in answers.items() if "lost" in answer}
             lost |= {peer for peer in set(unreached.values()) if not self.is_alive(peer)}
             if lost or not unreached:
@@ -168,29 +171,6 @@ class ServerProcesses:
                     "checkpoint",
                 )
             time.sleep(OUTAGE_RETRY_SECONDS)
-
-    def _send(self, numbers: Sequence[int], message: dict[str, Any]) -> tuple[Answers, set[int]]:
-        """Send a request to servers at once; return the answers, and the servers that are lost."""
-        lost: set[int] = set()
-        answers: Answers = {}
-        refusal: WanmaError | None = None
-        for number in numbers:
-            try:
-                self._servers[number].connection.send(message, (), _ANSWER_SECONDS)
-            except PeerLostError:
-                lost.add(number)
-        for number in numbers:
-            if number in lost:
-                continue
-            try:
-                answers[number] = self._servers[number].connection.receive()[0]
-            except PeerLostError:
-                lost.add(number)
-            except WanmaError as error:
-                refusal = error
-        if refusal is not None and not lost:  # else a loss explains it, and the request is repeated
-            raise refusal
-        return answers, lost
 
     def _watch(self, process: ServerProcess, host: Host) -> None:
         with contextlib.suppress(WanmaError):  # the host obeys another group, as `end` will be told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ _DTYPES = {
 }
 """Dtypes that frames may have, by name."""
 _STEP_KEY = "step"
+_PIECE_BYTES = 16 << 20
+"""Bytes of the weights of one message: memory, and time in which its shard answers no pull."""
 
 
 @dataclass(frozen=True)
@@ -245,3 +247,15 @@ def overlapping_rows(
         if both:
             parts.append((other, both))
     return parts
+
+
+def row_pieces(rows: range, parameter: ServedParameter) -> Iterator[range]:
+    """Yield parts of a row range that one message carries, as neither side keeps room for all rows."""
+    size = max(_PIECE_BYTES // (4 * max(parameter.width, 1)), 1)
+    for start in range(rows.start, rows.stop, size):
+        yield range(start, min(start + size, rows.stop))
+
+
+def slice_rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Return rows of a parameter's tensors; numbers that all rows share are left whole."""
+    return {key: tensor[start:stop] if tensor.ndim else tensor for key, tensor in tensors.items()}

@@ -103,7 +103,8 @@ class StepClock:
         flight.is_finished = True
         sharers = sorted(worker for worker, other in self._flights.items() if other.step == step)
         is_complete = all(self._flights[one].is_finished for one in sharers)
-        return sharers if is_complete and len(sharers) == self._sharers else []
+        needed = self._workers if self._is_synchronous else 1
+        return sharers if is_complete and len(sharers) == needed else []
 
     def apply(self, workers: list[int], applied: bool) -> int:
         """Count a step as applied, or as skipped.
@@ -135,10 +136,6 @@ class StepClock:
             return self._next_step
         longest = max(self._reserved.values(), key=len, default=[])
         return longest.pop() if longest else None
-
-    @property
-    def _sharers(self) -> int:
-        return self._workers if self._is_synchronous else 1
 
     def _exceeds_staleness(self) -> bool:
         """Return whether one more step in progress could make a step miss more updates than the bound."""

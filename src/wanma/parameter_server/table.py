@@ -60,8 +60,8 @@ class ServerTable:
         return range(self.start(parameter, shard), self.start(parameter, shard + 1))
 
     def starts(self, parameter: ServedParameter) -> list[int]:
-        """Return the first row of every shard."""
-        return [self.start(parameter, shard) for shard in range(len(self.holders))]
+        """Return the first row of every shard, and the end of the last."""
+        return [self.start(parameter, shard) for shard in range(len(self.holders) + 1)]
 
     def shards_of(self, server: int) -> list[int]:
         """Return the shards that a server holds."""

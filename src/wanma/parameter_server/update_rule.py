@@ -14,8 +14,6 @@ from wanma.job.errors import WanmaError
 class UpdateDecision:
     """Decision on an update, which holds however often it is ordered."""
 
-    number: int
-    """Number of the update, from 1."""
     factor: float
     """Factor from the summed gradients to the clipped gradient of the mean loss."""
     gradient_norm: float
@@ -53,10 +51,10 @@ class UpdateRule:
                     f"{', '.join(workers)}",
                     "lower train.learning_rate, or set train.non_finite = 'skip'",
                 )
-            return UpdateDecision(number, 0.0, norm, True)
+            return UpdateDecision(0.0, norm, True)
         clip = self.gradient_clip
         factor = scale * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-        return UpdateDecision(number, factor, norm, False)
+        return UpdateDecision(factor, norm, False)
 
 
 def loss_sums(headers: Sequence[dict[str, Any]]) -> tuple[float, float]:

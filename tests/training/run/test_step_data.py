@@ -46,11 +46,11 @@ def data() -> Any:
 
 
 def step_data(
-    folder: Path, limit: int = 10, writes: bool = True, node: int = 0, nodes: int = 1
+    folder: Path, limit: int = 10, writes: bool = True, node: int = 0, nodes: int = 1, ranks: int = 1
 ) -> tuple[StepData, list[str]]:
     messages: list[str] = []
-    one_rank = SimpleNamespace(pp=1, cp=1, tp=1, world_size=1)
-    mesh: Any = SimpleNamespace(contributes_loss=writes, coordinate=lambda _: 0, plan=one_rank)
+    plan = SimpleNamespace(pp=1, cp=1, tp=1, world_size=ranks)
+    mesh: Any = SimpleNamespace(contributes_loss=writes, coordinate=lambda _: 0, plan=plan)
     section = DataSection(bad_data="skip", bad_data_limit=limit)
     worker: Any = SimpleNamespace(node_rank=node, local_world_sizes=(1,) * nodes)
     return StepData(
@@ -100,7 +100,7 @@ def test_more_different_samples_than_the_limit_end_the_run(tmp_path: Path) -> No
 def test_a_sample_that_several_ranks_have_met_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, _ = step_data(tmp_path, limit=2)
+    report, _ = step_data(tmp_path, limit=2, ranks=2)
     report.begin(data(), step(0, bad(0)))
     joined = [{bad(0).place, bad(1).place}, {bad(number).place for number in range(3)}]
     monkeypatch.setattr(module, "_join_places", lambda *_: joined.pop(0))
@@ -109,6 +109,15 @@ def test_a_sample_that_several_ranks_have_met_counts_once(
     assert len(joined) == 1
     with pytest.raises(JobError, match=r"3 samples .*_limit = 2"):
         report.take_exchanged_sums((5.0,))
+
+
+def test_the_limit_counts_the_samples_of_other_workers_of_parameter_servers(tmp_path: Path) -> None:
+    report, _ = step_data(tmp_path, limit=3)
+    report.begin(data(), step(0, bad(0), bad(1)))
+    for places in ([bad(0).place, bad(1).place], [bad(1).place, bad(2).place]):
+        report.take_exchanged_sums((2.0,), places)
+    with pytest.raises(JobError, match=r"4 samples .*_limit = 3"):
+        report.take_exchanged_sums((2.0,), [bad(3).place])
 
 
 def test_files_left_out_as_a_whole_count_and_no_restart_follows(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class StepContribution:
     """Sums of the model's statistics, as float64."""
     data_terms: tuple[float, ...] = ()
     """Numbers of the worker's data that all workers add up."""
+    bad_places: tuple[str, ...] = ()
+    """Places of the samples of the worker's part that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class AppliedStep:
     statistics: tuple[bytes, ...] = ()
     data_sums: tuple[float, ...] = ()
     """Sums of `data_terms`."""
+    bad_places: tuple[str, ...] = ()
+    """Places of the step's samples that cannot be read, of all its workers, each once."""
 
     def metrics(self) -> dict[str, int]:
         """Return the metrics of the step's record."""

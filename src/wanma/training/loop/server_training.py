@@ -89,13 +89,11 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
         spec = build_model_spec(request, data)
         with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
             if worker.rank != 0:
-                runner.count_preparation(request)
                 servers.join(f"{data.fingerprint} {data.order_identity}")
                 servers.begin(0)
                 return runner.run(None)
             chief = Chief(request, local, mesh, whole, spec, data, servers)
             chief.trainer.step_data, runner.message = runner.step_data, chief.trainer.message
-            runner.count_preparation(request)
             with chief.trainer:
                 chief.begin(runner.tables.names)
                 return runner.run(chief)
@@ -145,6 +143,8 @@ class ServerWorker:
         self.step_data = StepData(
             bad_samples, mesh, lambda text, level: self.message(text, level), section, worker
         )
+        if worker.local_rank == 0 and worker.restart is None:  # requests before the first start
+            self.step_data.add_traffic(request.prepared_traffic)
         self._loader = StepLoader(
             data,
             self._plan,
@@ -164,11 +164,6 @@ class ServerWorker:
         self._loader.close()
         self._data.close()
         self._servers.close()
-
-    def count_preparation(self, request: TrainRequest) -> None:
-        """Count requests to stores before the first start as those of the first rank of their node."""
-        if self._worker.local_rank == 0 and self._worker.restart is None:
-            self.step_data.add_traffic(request.prepared_traffic)
 
     def run(self, chief: Chief | None) -> str:
         """Compute steps until the run ends; the chief's tasks are done in its pauses."""
@@ -191,17 +186,11 @@ class ServerWorker:
                 self._loader.follow(
                     range(offer.step, steps) if is_synchronous else (offer.step, *offer.upcoming)
                 )
-                data_terms = self.compute(offer.step)
-                if chief is None:  # of the chief, sums over all workers come with the records
-                    self.step_data.take_exchanged_sums(data_terms)
+                self.compute(offer.step)
                 self._last_step = offer.step
 
-    def compute(self, step: int) -> tuple[float, ...]:
-        """Compute one step: load, pull, forward and backward, push.
-
-        Returns:
-            the numbers of its data that all workers add up.
-        """
+    def compute(self, step: int) -> None:
+        """Compute one step: load, pull, forward and backward, push."""
         client = self._worker.supervisor_client
         client.report_progress(step, "waiting for data")
         data = next(self._loader)
@@ -223,7 +212,6 @@ class ServerWorker:
             for module in find_step_statistics_modules(self._model.module).values()
             for part in module.pop_sums()
         ]
-        data_terms = self.step_data.exchanged_terms()
         self._servers.finish(
             StepContribution(
                 step,
@@ -232,10 +220,10 @@ class ServerWorker:
                 multiplier / self._model.gradient_divisor,
                 self._learning_rate_at(step),
                 torch.cat(sums).numpy().tobytes() if sums else b"",
-                data_terms,
+                self.step_data.exchanged_terms(),
+                tuple({one.place for one in data.bad_samples}),
             )
         )
-        return data_terms
 
     def _fill(self, tensors: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
@@ -446,7 +434,7 @@ class ChiefTrainer(Trainer):
         self.state.end_step(record.applied, samples)
         self._learning_rate, self._global_batch = record.learning_rate, samples
         self._outer_result = record if self.records_staleness else None
-        self.step_data.take_exchanged_sums(record.data_sums)
+        self.step_data.take_exchanged_sums(record.data_sums, record.bad_places)
         if not record.applied:
             self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")
         if record.applied and record.statistics and record.statistics[0]:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,13 @@ class StepData:
         self._own_traffic = totals
         return [new[key] for key in self._traffic_keys]
 
-    def take_exchanged_sums(self, sums: Sequence[float]) -> None:
+    def take_exchanged_sums(self, sums: Sequence[float], bad_places: Iterable[str] = ()) -> None:
         """Take the sums of `exchanged_terms`; every rank calls it.
+
+        Args:
+            sums: sums over all ranks.
+            bad_places: with parameter servers, whose worker 0 alone calls it: places of the samples of all
+                workers that cannot be read.
 
         Raises:
             JobError: more samples and files cannot be read than the job allows; the same on all ranks.
@@ -148,7 +153,8 @@ class StepData:
         bad_samples = next(left) if self._skips_bad else 0
         self._traffic.update(dict(zip(self._traffic_keys, left, strict=False)))
         if self._skips_bad:
-            self._refuse_many_bad(bad_samples)
+            self._bad_places.update(bad_places)
+            self._refuse_many_bad(bad_samples if self._world_size > 1 else len(self._bad_places))
 
     def _refuse_many_bad(self, count: int) -> None:
         """Refuse more different bad samples than the limit; ranks may have met the same in other epochs.

@@ -1,0 +1,80 @@
+"""Client of real server processes: messages of bounded size, and the records that worker 0 is given."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from support.server_runs import IDS, OPTIMIZERS, RATE, Run, compute, gradients, in_threads, work
+from wanma.job.run.parameter_servers import ServedParameter, ServerPosition, StepContribution
+from wanma.parameter_server import coordinator, frames
+
+
+def test_no_message_of_a_load_or_a_fetch_has_more_rows_than_a_piece(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sizes, signs = run().clients[0], list[int](), list[str]()
+    send, receive = frames._send_frame, frames._receive_frame
+
+    def note_sent(connection: socket.socket, header: dict[str, Any], buffers: Sequence[Any]) -> None:
+        sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+        send(connection, header, buffers)
+
+    def note_received(connection: socket.socket, *arguments: int) -> frames.Frame:
+        header, buffers = receive(connection, *arguments)
+        sizes.append(sum(map(len, buffers)))
+        return header, buffers
+
+    monkeypatch.setattr(frames, "_send_frame", note_sent)
+    monkeypatch.setattr(frames, "_receive_frame", note_received)
+    client._show_life = lambda: signs.append("a piece")
+    table = ServedParameter("t", (200_000, 64), is_table=True)
+    weights = {"t": torch.arange(12_800_000.0).reshape(table.shape)}
+    client.join()
+    client.load([table], OPTIMIZERS["rowwise_adagrad"], weights, {}, ServerPosition(True))
+    client.begin(1000, ServerPosition(True))
+    found, state, _ = client.fetch()
+    assert torch.equal(found["t"], weights["t"])
+    assert (200_000,) in {tuple(tensors["t"].shape) for tensors in state.values()}, "of a row a number"
+    assert 16 << 20 <= max(sizes) < 17 << 20
+    assert len(signs) == 12, "two shards have two pieces each, for two holders, and once to fetch"
+
+
+def test_the_record_of_a_step_names_the_bad_samples_of_all_its_workers(run: Callable[..., Run]) -> None:
+    served = run(2)
+    served.begin()
+    places = [("a.csv: row 3", "a.csv: row 7"), ("a.csv: row 7", "a.csv: row 9")]
+
+    def work_on_bad(worker: int) -> None:
+        client = served.clients[worker]
+        assert client.next_step(False).step == 0
+        client.push(0, gradients(0, worker), {"t": IDS[worker]})
+        client.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE, bad_places=places[worker]))
+
+    in_threads(lambda: work_on_bad(0), lambda: work_on_bad(1))
+    (record,) = served.clients[0].next_step(False).records
+    assert list(record.bad_places) == ["a.csv: row 3", "a.csv: row 7", "a.csv: row 9"]
+
+
+def test_other_workers_wait_for_a_chief_that_is_far_behind_with_its_records(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = run(2, "asynchronous")
+    served.begin()
+    chief, other = served.clients
+    monkeypatch.setattr(coordinator, "_MAX_UNRECORDED", 2)
+    monkeypatch.setattr(coordinator, "_ANSWER_SECONDS", 0.0)
+    assert [compute(other, 1) for _ in range(2)] == [0, 1]
+    assert "wait" in other._ask("next", is_drain_requested=False, upcoming=0)[0]
+    offer = chief.next_step(False)
+    assert (offer.step, len(offer.records)) == (2, 2)
+    assert "wait" in other._ask("next", is_drain_requested=False, upcoming=0)[0], (
+        "it may not have recorded them yet"
+    )
+    work(chief, 0, 2)
+    assert chief.next_step(False).step == 3
+    assert compute(other, 1) == 4
