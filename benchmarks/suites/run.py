@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.common import RESULTS, table
 from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
+from wanma.bench.figures.metrics import DATA_SHARE
 from wanma.bench.figures.scaling import find_scaling
 from wanma.bench.meter.disturbance import NO_LIMITS, DisturbanceLimits
 from wanma.bench.presentation.result_blocks import place_lines, scaling_block
@@ -180,7 +181,10 @@ def report(results: Sequence[BenchmarkResult]) -> str:
 def _section(result: BenchmarkResult) -> Iterator[str]:
     suite = read_stored_suite(ResultDirectory(FOLDER / result.id)).suite
     yield f"## {result.title}\n"
-    yield markdown_table(result, suite.file.metrics)
+    metrics = list(suite.file.metrics)
+    if any(DATA_SHARE in summary for summary in result.summaries.values()) and DATA_SHARE not in metrics:
+        metrics.append(DATA_SHARE)  # measured of each training of wanma
+    yield markdown_table(result, metrics)
     if (scaling := find_scaling(result)) is not None:
         block = scaling_block(scaling)
         yield table(block.columns, block.rows)
