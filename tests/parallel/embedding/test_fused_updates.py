@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanma.models.recommender.row_updates import ROW_RULES, RowUpdate
+from wanma.models.recommender.row_updates import ROW_RULES, Factor, RowUpdate
 from wanma.parallel.embedding import fused_updates
 from wanma.parallel.embedding.fused_updates import update_rows
 
 COMPILED = ("adagrad", "rowwise_adagrad")
 
 
-def update(rows: torch.Tensor, width: int, *, rate: float, decay: float = 0.0) -> RowUpdate:
+def update(rows: torch.Tensor, width: int, *, rate: Factor, decay: Factor = 0.0) -> RowUpdate:
     gradient = torch.randn(len(rows), width, generator=torch.Generator().manual_seed(width))
     return RowUpdate(rows, gradient, rate, decay, 1, (0.9, 0.999), 1e-8)
 
@@ -43,13 +43,18 @@ def test_compiled_updates_are_those_of_the_rule(
     assert torch.equal(matrix[untouched], before)
 
 
+@pytest.mark.parametrize(
+    ("rate", "decay"),
+    [(0.1, 0.01), (0.1, torch.tensor([[0.0], [0.01]])), (torch.tensor([[0.1], [0.2]]), 0.0)],
+    ids=["decay", "decay by table", "rate by table"],
+)
 @pytest.mark.parametrize("rule", list(ROW_RULES))
-def test_what_is_not_compiled_follows_the_rule(rule: str) -> None:
+def test_what_is_not_compiled_follows_the_rule(rule: str, rate: Factor, decay: Factor) -> None:
     rows = torch.tensor([3, 1])
     matrix = torch.ones(5, 8)
     states = ROW_RULES[rule].new_states(matrix)
     expected, of_rule = matrix.clone(), ROW_RULES[rule].new_states(matrix)
-    step = update(rows, 8, rate=0.1, decay=0.01)
+    step = update(rows, 8, rate=rate, decay=decay)
     update_rows(rule, matrix, states, step)
     ROW_RULES[rule].apply(expected, of_rule, step)
     assert torch.equal(matrix, expected)

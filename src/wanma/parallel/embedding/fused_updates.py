@@ -18,7 +18,8 @@ _FUSED_STATES = {"adagrad": "sum", "rowwise_adagrad": "row_sum"}
 def update_rows(rule: str, matrix: Tensor, states: Mapping[str, Tensor], update: RowUpdate) -> None:
     """Update rows of a matrix (rows, width) and their states in place, by a rule of `ROW_RULES`."""
     native, state = None, states.get(_FUSED_STATES.get(rule, ""))
-    if state is not None and isinstance(update.rate, float) and update.decay == 0.0:
+    factors = (update.rate, update.decay)  # tensors where tables differ
+    if state is not None and not any(isinstance(each, Tensor) for each in factors) and update.decay == 0:
         native = rows_library(matrix, state, update.gradient)
     if native is None or state is None:
         ROW_RULES[rule].apply(matrix, states, update)
