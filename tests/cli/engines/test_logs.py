@@ -18,6 +18,17 @@ from wanma.data.stores.file_locks import exclusive_lock
 from wanma.engines.engine import RunStatus
 from wanma.job.run.run_directory import RunDirectory
 
+START = {"kind": "start", "time": 1.0, "process": os.getpid(), "host": socket.gethostname(), "step": 0}
+"""Event of a run of this process."""
+
+
+def new_run(folder: Path) -> RunDirectory:
+    """Make the run directory of a run 'gpt' in a folder."""
+    run = RunDirectory(folder / "runs" / "gpt")
+    run.create()
+    run.job.write_text("")
+    return run
+
 
 @pytest.mark.parametrize(
     ("answers", "output"),
@@ -35,9 +46,7 @@ def test_a_host_that_was_silent_once_is_no_end_of_its_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = RunDirectory(tmp_path / "runs" / "gpt")
-    run.create()
-    run.job.write_text("")
+    run = new_run(tmp_path)
     remaining = [*answers, "never asked"]
     lines = iter(range(len(remaining)))
     silence = ""
@@ -65,12 +74,9 @@ def test_a_host_that_was_silent_once_is_no_end_of_its_run(
 def test_a_run_in_the_foreground_is_followed_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDirectory(tmp_path / "runs" / "gpt")
-    run.create()
-    run.job.write_text("")
-    start = {"kind": "start", "time": 1.0, "process": os.getpid(), "host": socket.gethostname(), "step": 0}
+    run = new_run(tmp_path)
     finish = {"kind": "finish", "time": 2.0, "step": 3, "outcome": "finished"}
-    run.events.write_text(json.dumps(start) + "\n")
+    run.events.write_text(json.dumps(START) + "\n")
     ends = iter(["", json.dumps(finish) + "\n", ""])
 
     def log_files(*_: Any) -> list[Path]:
@@ -89,17 +95,14 @@ def test_a_run_in_the_foreground_is_followed_to_its_end(
 def test_a_run_whose_records_grow_is_followed_while_its_hosts_say_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDirectory(tmp_path / "runs" / "gpt")
-    run.create()
-    run.job.write_text("")
-    start = {"kind": "start", "time": 1.0, "process": os.getpid(), "host": socket.gethostname(), "step": 0}
-    run.events.write_text(json.dumps(start) + "\n")
-    states = ["unknown", "unknown", "unknown", "finished"]
+    run = new_run(tmp_path)
+    run.events.write_text(json.dumps(START) + "\n")
+    states: list[Any] = ["unknown", "unknown", "unknown", "finished"]
 
     def statuses(runs: Any) -> tuple[dict[Path, RunStatus], list[str]]:
         with run.rank_log(0).open("a") as file:
             file.write("a line\n")
-        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []  # type: ignore[arg-type]
+        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []
 
     monkeypatch.setattr(control, "run_statuses", statuses)
     monkeypatch.setattr(records, "warn_about_records", lambda *_: "")
@@ -112,9 +115,7 @@ def test_a_run_whose_records_grow_is_followed_while_its_hosts_say_nothing_of_it(
 def test_on_a_node_without_rank_0_the_log_of_its_first_rank_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDirectory(tmp_path / "runs" / "gpt")
-    run.create()
-    run.job.write_text("")
+    run = new_run(tmp_path)
     for rank in (10, 8, 9):
         run.rank_log(rank).write_text(f"rank {rank}\n")
     monkeypatch.chdir(tmp_path)
@@ -125,9 +126,7 @@ def test_on_a_node_without_rank_0_the_log_of_its_first_rank_is_shown(
 def test_a_run_is_followed_before_its_start_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDirectory(tmp_path / "runs" / "gpt")
-    run.create()
-    run.job.write_text("")
+    run = new_run(tmp_path)
     command = ExitStack()
     command.enter_context(exclusive_lock(run.lock, 0))
     signs = iter([lambda: run.rank_log(0).write_text("a line\n"), command.close])
@@ -141,16 +140,14 @@ def test_a_run_is_followed_before_its_start_is_recorded(
 def test_a_pattern_is_sought_in_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDirectory(tmp_path / "runs" / "gpt")
-    run.create()
-    run.job.write_text("")
+    run = new_run(tmp_path)
     pieces = ["loss 1.0, no", "rm 2.0\n"]
     states = ["running", "finished"]
 
     def statuses(runs: Any) -> tuple[dict[Path, RunStatus], list[str]]:
         with run.rank_log(0).open("a") as file:
             file.write(pieces.pop(0))
-        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []  # type: ignore[arg-type]
+        return {runs[0].path: RunStatus(states.pop(0), None, "", (), ())}, []
 
     monkeypatch.setattr(control, "run_statuses", statuses)
     monkeypatch.setattr(records, "warn_about_records", lambda *_: "")
