@@ -124,6 +124,7 @@ def test_a_share_of_the_full_suite_runs_and_what_its_time_leaves_out_is_counted(
     late = gate(tmp_path, "--last-minutes=0", grid=GRID)
     assert late.returncode == 1
     assert "before the tests of every day had run" in late.stdout
+    assert "RED: no test ran" in late.stdout
 
 
 def test_a_run_in_which_nothing_is_collected_or_a_file_cannot_be_read_is_red(tmp_path: Path) -> None:
