@@ -4,6 +4,7 @@ import importlib
 import sys
 from dataclasses import asdict, replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from benchmarks.parallel.bubble_runs import bubble_fraction
@@ -116,6 +117,27 @@ def test_options_replace_the_usual_sizes_of_comparisons_and_pipelines(monkeypatc
         1,
         4,
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["zero3", "tp-sequence", "pp-1f1b", "ep"])
+def test_a_recipe_has_wanmas_losses(axis, tmp_path):
+    contenders = module("contenders")
+    setting = replace(
+        contenders.default_setting(axis, 2, "fp32"),
+        preset="gpt-moe-43m" if axis == "ep" else "gpt-1m",
+        heads=0,
+        vocabulary=256,
+        sequence=32,
+        steps=2,
+    )
+    losses = []
+    for is_wanma in (True, False):
+        folder = tmp_path / str(is_wanma)
+        folder.mkdir()
+        losses.append(contenders.measure(setting, is_wanma, Path(sys.prefix), folder)["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
 
 
 # ---------------------------------------------------------------- context

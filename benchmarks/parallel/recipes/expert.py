@@ -39,7 +39,7 @@ def main() -> None:
     for block in model.layers.values():
         if isinstance(block.feed_forward, MixtureOfExperts):
             block.feed_forward = layers[block] = PlainMixture(
-                block.feed_forward, model.dimensions, sparse["ep"]
+                block.feed_forward, model.config, sparse["ep"]
             )
     experts: dict[nn.Module, nn.Module] = {block: layer.experts for block, layer in layers.items()}
     shard(model, dense, bf16=work.bf16, reshard=True, experts=experts, expert_mesh=sparse["efsdp"])
@@ -60,29 +60,29 @@ def main() -> None:
 class PlainMixture(nn.Module):
     """Mixture of experts of torchtitan with the weights of wanma's."""
 
-    def __init__(self, original: MixtureOfExperts, dimensions: DecoderConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, original: MixtureOfExperts, config: DecoderConfig, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.dimensions = dimensions
-        self.gate = nn.Linear(dimensions.hidden, dimensions.experts, bias=False)
+        self.config = config
+        self.gate = nn.Linear(config.hidden, config.experts, bias=False)
         self.gate.weight = original.router.weight
         self.experts = SpreadExperts(original, mesh)
         self.shared = original.shared
-        self.register_buffer("bias", torch.zeros(dimensions.experts))
-        self.register_buffer("load", torch.zeros(dimensions.experts))
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, sequence, hidden) to the same shape."""
-        choices, bias = self.dimensions.experts_per_token, cast(Tensor, self.bias)
+        choices, bias = self.config.experts_per_token, cast(Tensor, self.bias)
         tokens = x.flatten(0, 1)
         scores = self.gate(tokens).float()
-        scores = scores.sigmoid() if self.dimensions.router == "sigmoid" else scores.softmax(-1)
+        scores = scores.sigmoid() if self.config.router == "sigmoid" else scores.softmax(-1)
         chosen = (scores + bias).topk(choices, dim=-1).indices
         weights = scores.gather(1, chosen)
-        if self.dimensions.normalize_routing_weights:
+        if self.config.normalize_routing_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * self.dimensions.routing_scale
+        weights = weights * self.config.routing_scale
         # torchtitan counts with histc, which has no integers on CPUs.
-        counts = torch.bincount(chosen.flatten(), minlength=self.dimensions.experts)
+        counts = torch.bincount(chosen.flatten(), minlength=self.config.experts)
         with torch.no_grad():
             cast(Tensor, self.load).add_(counts)
         order = chosen.flatten().argsort(stable=True)
@@ -146,7 +146,7 @@ def move_biases(layers: Sequence[PlainMixture]) -> None:
     loads = torch.stack([cast(Tensor, layer.load) for layer in layers])
     dist.all_reduce(loads)
     for layer, load in zip(layers, loads, strict=True):
-        step = layer.dimensions.balance_rate * torch.sign(load.mean() - load)
+        step = layer.config.balance_rate * torch.sign(load.mean() - load)
         cast(Tensor, layer.bias).add_(step - step.mean())
         cast(Tensor, layer.load).zero_()
 
