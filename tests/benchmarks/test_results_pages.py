@@ -84,7 +84,7 @@ def test_ratios_of_the_documentation_are_those_of_the_results() -> None:
         if page.parent != RESULTS or page.name == "performance.md"
         for ratio in RATIO.findall(page.read_text())
     }
-    assert len(quoted) > 30
+    assert len(quoted) > 10
     assert {one for one in quoted if f"{one[1]})" not in written} == set()
 
 

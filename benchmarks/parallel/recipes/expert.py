@@ -38,9 +38,7 @@ def main() -> None:
     layers: dict[nn.Module, PlainMixture] = {}
     for block in model.layers.values():
         if isinstance(block.feed_forward, MixtureOfExperts):
-            block.feed_forward = layers[block] = PlainMixture(
-                block.feed_forward, model.config, sparse["ep"]
-            )
+            block.feed_forward = layers[block] = PlainMixture(block.feed_forward, model.config, sparse["ep"])
     experts: dict[nn.Module, nn.Module] = {block: layer.experts for block, layer in layers.items()}
     shard(model, dense, bf16=work.bf16, reshard=True, experts=experts, expert_mesh=sparse["efsdp"])
     spread = {id(parameter) for part in experts.values() for parameter in part.parameters()}
