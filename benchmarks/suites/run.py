@@ -23,13 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
-from benchmarks.common import RESULTS, table
-from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
+from benchmarks.common import RESULTS
+from wanma.bench.benchmark import new_directory, open_directory, run_benchmark
 from wanma.bench.figures.metrics import DATA_SHARE
-from wanma.bench.figures.scaling import find_scaling
+from wanma.bench.figures.scaling import find_scalings
 from wanma.bench.meter.disturbance import NO_LIMITS, DisturbanceLimits
 from wanma.bench.presentation.result_blocks import place_lines, scaling_block
-from wanma.bench.presentation.result_tables import markdown_table
+from wanma.bench.presentation.result_tables import markdown_block, markdown_table
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.places import place_contender
 from wanma.bench.results.directory import ResultDirectory, list_result_directories
@@ -70,7 +70,7 @@ def record_suite(name: str, options: argparse.Namespace) -> None:
     earlier = [
         one for one in list_result_directories(FOLDER) if one.read(with_measurements=False).name == suite.name
     ]
-    directory = find_unfinished(FOLDER, suite) or new_directory(FOLDER, suite)
+    directory = open_directory(FOLDER, suite, print)
     limits = DisturbanceLimits(foreign_cpu=options.foreign_limit)
     run_benchmark(suite, rule, directory, limits=limits, progress=lambda text: print(text, flush=True))
     for one in earlier:
@@ -185,9 +185,7 @@ def _section(result: BenchmarkResult) -> Iterator[str]:
     if any(DATA_SHARE in summary for summary in result.summaries.values()) and DATA_SHARE not in metrics:
         metrics.append(DATA_SHARE)  # measured of each training of wanma
     yield markdown_table(result, metrics)
-    if (scaling := find_scaling(result)) is not None:
-        block = scaling_block(scaling)
-        yield table(block.columns, block.rows)
+    yield from map(markdown_block, map(scaling_block, find_scalings(result)))
     yield f"    wanma bench reproduce benchmarks/suites/results/{result.id}\n"
     yield "".join(f"- {line}\n" for line in place_lines(result))
 

@@ -61,7 +61,10 @@ def test_a_planted_difference_is_found_and_none_is_not_claimed(tmp_path: Path) -
     assert result.summaries["B"]["samples_per_second"].median == pytest.approx(8 / 1.055, rel=0.01)
     assert len(result.measurements) == 15
     assert result.ended
-    assert "<html" in directory.page.read_text()
+    page = directory.page.read_text()
+    assert "<html" in page
+    assert result.rule["limits.foreign_cpu"] == ANY.foreign_cpu
+    assert "<td>limits.clock_share</td><td>0.0</td>" in page
     assert result.environment["wanma"]
     assert result.code["hash"]
     assert result.hardware["cores"] >= 1

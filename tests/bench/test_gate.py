@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from support.benchmark_results import benchmark_result, with_step_samples
+from wanma.bench.gate import judge_commits
 from wanma.bench.results.directory import list_result_directories
 from wanma.cli.main import main
+from wanma.job.errors import EXIT_INTERRUPTED
 
 PROGRAM = """\
 import os, random
@@ -71,6 +74,37 @@ def test_too_few_rounds_and_failures_do_not_pass(
     git(repository, "commit", "--quiet", "--all", "--message", "fails at times")
     assert gate("HEAD~1", "HEAD") == 1
     assert "executions of the later commit failed" in capsys.readouterr().out
+
+
+def test_a_gate_that_was_stopped_goes_on(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(text: str) -> None:
+        if text.startswith("round 2"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wanma.cli.bench.gate.print_progress", stop)
+        assert gate("HEAD~1", "HEAD", "--rounds", "3") == EXIT_INTERRUPTED
+    (directory,) = list_result_directories(Path("../results"))
+    assert len(directory.read_measurements()) == 3
+    gate("HEAD~2", "HEAD", "--rounds", "1")
+    gate("HEAD~1", "HEAD", "--rounds", "3")
+    assert len(list(list_result_directories(Path("../results")))) == 2, "other commits are another result"
+    result = directory.read()
+    assert result.ended
+    assert [one.error for one in result.measurements] == [""] * 6
+
+
+def test_the_time_of_steps_with_other_samples_is_not_judged() -> None:
+    hashes = ["a" * 40, "b" * 40]
+    old, new = (f"job @ {one[:10]}" for one in hashes)
+    paces = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0]
+    result = benchmark_result({old: paces, new: [2 * pace for pace in paces]})
+    result = with_step_samples(result, {new: 16.0})
+    (finding,) = judge_commits(result, ["job"], hashes, [])
+    assert (finding.metric, finding.is_refused) == ("samples_per_second", False)
+    (finding,) = judge_commits(result, ["job"], hashes, ["step_seconds"])
+    assert finding.is_refused
+    assert str(finding) == "job, step_seconds: steps of 16 samples"
 
 
 def test_the_result_of_a_gate_is_not_run_again_without_its_commits(

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from support.benchmark_results import measurement
 from support.no_meter import NoMeter
 from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.programs.contender import Contender
-from wanma.bench.runner import MAX_FAILURES, Rule, Surroundings, run_rounds, spread_order
+from wanma.bench.runner import MAX_FAILURES, Rule, Surroundings, describe, run_rounds, spread_order
 
 
 def contender(name: str, text: str = "") -> Contender:
@@ -91,3 +92,14 @@ def test_nothing_starts_that_the_budget_does_not_hold(tmp_path: Path) -> None:
     assert len(lines) == len(order) + 1  # and that is said once
     with pytest.raises(dataclasses.FrozenInstanceError):
         done[0].round = 3  # type: ignore[misc]
+
+
+def test_steps_that_give_no_step_time_are_told_as_the_execution_ends() -> None:
+    steady = measurement("a", 0, 1.0, steps=30)
+    slower = [dataclasses.replace(step, seconds=1 + step.step / 30) for step in steady.steps]
+    for one, is_told in (
+        (steady, False),
+        (measurement("a", 0, 1.0, steps=19), True),
+        (dataclasses.replace(steady, steps=tuple(slower)), True),
+    ):
+        assert ("no step time" in describe(one)) is is_told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -100,3 +101,14 @@ def benchmark_result(
     values.update(changes)
     result = BenchmarkResult(**values)
     return summarize(result, [WARM_UP] * len(result.measurements))
+
+
+def with_step_samples(result: BenchmarkResult, samples: Mapping[str, float]) -> BenchmarkResult:
+    """Return a result in which the steps of these contenders have other numbers of samples."""
+    measurements = []
+    for one in result.measurements:
+        steps = [
+            dataclasses.replace(step, samples=samples.get(one.contender, step.samples)) for step in one.steps
+        ]
+        measurements.append(dataclasses.replace(one, steps=tuple(steps)))
+    return summarize(dataclasses.replace(result, measurements=tuple(measurements)), result.warm_ups)

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,17 @@ def new_directory(root: Path, suite: Suite) -> ResultDirectory:
     return create_result_directory(root, suite.name, _now())
 
 
+def open_directory(
+    root: Path, suite: Suite, progress: Callable[[str], None], *, is_fresh: bool = False
+) -> ResultDirectory:
+    """Return the folder of a suite's unfinished benchmark, which goes on; else, or if fresh, a new one."""
+    directory = None if is_fresh else find_unfinished(root, suite)
+    if directory is None:
+        return new_directory(root, suite)
+    progress(f"goes on with {directory.path}, which has not ended")
+    return directory
+
+
 def _begin(
     suite: Suite,
     rule: Rule,
@@ -275,7 +286,8 @@ def _begin(
     Raises:
         WanmaError: the earlier part of the result has other versions.
     """
-    measuring = {**rule.model_dump(), "target": suite.file.target}
+    stated = {f"limits.{name}": limit for name, limit in asdict(limits).items()}
+    measuring = {**rule.model_dump(), **stated, "target": suite.file.target}
     if directory.result.exists():
         result = replace(directory.read(with_measurements=False), rule=measuring)
         for record in result.contenders:
@@ -341,7 +353,7 @@ def reproduce(
     folder = None if environments is None else environments.absolute()
     suite, results = replace(found.suite, environments=folder), root.absolute()
     with contextlib.chdir(_working_folder(stored, found.working_folder)):
-        directory = find_unfinished(results, suite) or new_directory(results, suite)
+        directory = open_directory(results, suite, progress)
         new = run_benchmark(suite, found.rule, directory, limits=found.limits, progress=progress)
     return judge_reproduction(before, new), ResultDirectory(root / directory.id)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wanma.bench.benchmark import TREES, new_directory, run_benchmark
+from wanma.bench.benchmark import TREES, open_directory, run_benchmark
 from wanma.bench.figures.summary import judge_metric
+from wanma.bench.figures.texts import step_size_text
 from wanma.bench.meter.disturbance import DisturbanceLimits
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.places import TREES as TREES_WORD
@@ -25,8 +26,8 @@ from wanma.bench.suites.suite_file import Suite
 from wanma.engines.code.git import NoRepositoryError, repository_root, run_git
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
-DEFAULT_METRICS = ("step_seconds", "total_seconds")
-"""Metrics of which the first that all executions have decides."""
+DEFAULT_METRICS = ("step_seconds", "samples_per_second", "total_seconds")
+"""Metrics of which the first that all executions have decides; the step time only between equal steps."""
 TREE_NAME = 12
 """Digits of a commit's hash in the name of the folder of its files."""
 
@@ -38,9 +39,11 @@ class GateFinding:
     contender: str
     metric: str
     verdict: Verdict | None
-    """None: one of the commits has no figure."""
+    """None: one of the commits has no figure, or their steps have other numbers of samples."""
     failures: int
     """Executions of the later commit that failed."""
+    step_size: str = ""
+    """Samples of the later commit's steps, if the step time cannot be judged by them; empty: it can."""
 
     @property
     def is_refused(self) -> bool:
@@ -50,7 +53,7 @@ class GateFinding:
         return self.verdict.outcome is Outcome.SLOWER
 
     def __str__(self) -> str:
-        text = "no figures of both commits" if self.verdict is None else str(self.verdict)
+        text = str(self.verdict or self.step_size or "no figures of both commits")
         failed = f"; {self.failures} executions of the later commit failed" if self.failures else ""
         return f"{self.contender}, {self.metric}: {text}{failed}"
 
@@ -65,6 +68,7 @@ def run_gate(
     metrics: Sequence[str] = (),
     limits: DisturbanceLimits,
     progress: Callable[[str], None],
+    is_fresh: bool = False,
 ) -> tuple[BenchmarkResult, list[GateFinding], ResultDirectory]:
     """Measure the contenders of a suite with the code of two commits, and judge the second beside the first.
 
@@ -73,7 +77,8 @@ def run_gate(
 
     Args:
         commits: names of the commits, as git takes them: the earlier, the later.
-        metrics: names of the metrics to be judged; default: the step time, or else the time of the command.
+        metrics: names of the metrics to be judged; default: the first of `DEFAULT_METRICS`.
+        is_fresh: True begins a new result, even if one of this suite and these commits is unfinished.
 
     Raises:
         WanmaError: there is no repository or commit, or nothing could be measured.
@@ -89,7 +94,8 @@ def run_gate(
             "name two commits that differ",
             EXIT_USAGE,
         )
-    directory = new_directory(root, suite)
+    both = replace(suite, digest=f"{suite.digest[:16]}-{hashes[0]}-{hashes[1]}")
+    directory = open_directory(root, both, progress, is_fresh=is_fresh)
     try:
         trees = directory.path / TREES
         for commit in hashes:
@@ -97,8 +103,7 @@ def run_gate(
         contenders = [
             _at_commit(contender, commit, trees) for contender in suite.contenders for commit in hashes
         ]
-        digest = f"{suite.digest[:16]}-{hashes[0]}-{hashes[1]}"
-        both = replace(suite, contenders=tuple(contenders), digest=digest)
+        both = replace(both, contenders=tuple(contenders))
         result = run_benchmark(both, rule, directory, limits=limits, progress=progress)
     finally:
         shutil.rmtree(directory.path / TREES, ignore_errors=True)
@@ -122,17 +127,20 @@ def judge_commits(
                 metric
                 for metric in DEFAULT_METRICS
                 if counted == [len(before.get(metric, {})), len(after.get(metric, {}))] != [0, 0]
+                and not step_size_text(result, both[1], metric, (result, both[0]))
             ][:1]
         )
         for metric in chosen or DEFAULT_METRICS[:1]:
-            verdict = judge_metric(
-                metric,
-                before.get(metric, {}),
-                after.get(metric, {}),
-                is_paired=True,
-                error_rate=ERROR_RATE / (len(names) * max(len(chosen), 1)),
-            )
-            findings.append(GateFinding(name, metric, verdict, failures))
+            step_size, verdict = step_size_text(result, both[1], metric, (result, both[0])), None
+            if not step_size:
+                verdict = judge_metric(
+                    metric,
+                    before.get(metric, {}),
+                    after.get(metric, {}),
+                    is_paired=True,
+                    error_rate=ERROR_RATE / (len(names) * max(len(chosen), 1)),
+                )
+            findings.append(GateFinding(name, metric, verdict, failures, step_size))
     return findings
 
 

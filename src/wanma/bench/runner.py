@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from wanma.bench.figures.precision import first_steady_step
 from wanma.bench.measurements.measurement import MachineUsage, Measurement
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.programs.contender import Contender
@@ -243,8 +244,8 @@ def describe(measurement: Measurement) -> str:
     seconds = sorted(step.seconds for step in measurement.steps if step.seconds == step.seconds)
     if seconds:
         text += f"  {len(measurement.steps)} steps, median {seconds[len(seconds) // 2] * 1e3:.1f} ms"
-        if len(measurement.steps) < MIN_STEPS:
-            text += f", too few for a step time: {MIN_STEPS} are needed"
+        if first_steady_step(measurement) == len(measurement.steps):
+            text += f", no step time: that takes {MIN_STEPS} timed steps that settle"
     if measurement.error:
         text += f"  failed: {measurement.error}"
     elif measurement.disturbances:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from support.benchmark_results import HARDWARE, benchmark_result
+from support.benchmark_results import HARDWARE, benchmark_result, with_step_samples
 from wanma.bench.comparisons.comparison import compare_results, find_differences
+from wanma.bench.presentation.comparison_blocks import comparison_blocks
 from wanma.bench.results.result import BenchmarkResult, SuiteRecord
 from wanma.bench.statistics.verdicts import Outcome
 from wanma.job.errors import WanmaError
@@ -100,3 +101,13 @@ def test_results_without_a_common_contender_cannot_be_compared() -> None:
     with pytest.raises(WanmaError) as raised:
         compare_results(result(), result(contender="new", name="newer"))
     assert raised.value.hint == "plain in one, new in the other"
+
+
+def test_the_time_of_steps_with_other_samples_is_not_judged() -> None:
+    newer = with_step_samples(result(FAST, "newer"), {"plain": 4.0})
+    comparison = compare_results(result(), newer, allows_differences=True)
+    judged = {row.metric for row in comparison.rows if row.verdict is not None}
+    assert "step_seconds" not in judged
+    assert {"samples_per_second", "total_seconds"} <= judged
+    blocks = {block.title: block for block in comparison_blocks(comparison)}
+    assert blocks["Step time"].rows[0][3:] == ["", "steps of 4 samples"]

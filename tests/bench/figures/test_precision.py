@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.benchmark_results import measurement
 from wanma.bench.figures.precision import is_precise
 from wanma.bench.measurements.measurement import Measurement
 
@@ -30,3 +31,15 @@ def test_rounds_that_do_not_count_make_no_ratio() -> None:
     both = [*measurements("a", 1.0, error="ended with exit code 1"), *measurements("b", 1.05)]
     assert not is_precise(both, "b", 0.5, baseline="a")
     assert not is_precise([*both[:7], *measurements("a", 1.0)[:2], *both[7:]], "b", 0.5, baseline="a")
+
+
+def test_a_measurement_without_a_step_time_leaves_the_step_time_to_decide() -> None:
+    """The execution times are all the same; the step times follow the weather."""
+    timed = [measurement("a", number, weather, steps=30) for number, weather in enumerate(WEATHER)]
+    few = measurement("a", len(WEATHER), 1.0)
+    assert not is_precise([*timed, few], "a", 0.02)
+    calm = [measurement("a", number, 1.0, steps=30) for number in range(7)]
+    assert is_precise([*calm, few], "a", 0.02)
+    assert not is_precise([*calm[:2], few], "a", 0.02), "two values have no interval"
+    short = [measurement("a", number, weather) for number, weather in enumerate(WEATHER)]
+    assert is_precise(short, "a", 0.02), "of programs with few steps the execution decides"

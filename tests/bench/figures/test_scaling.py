@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from support.scaling_results import record, result
 from wanma.bench.figures.scaling import find_scaling, find_scalings, find_server_scaling
 from wanma.bench.presentation.page import result_page
+from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.results.result import ContenderRecord
+from wanma.cli.main import main
 from wanma.job.cluster import Cluster, NodeGroup
 
 
@@ -116,3 +119,13 @@ def test_the_page_has_the_table_and_its_definitions() -> None:
     assert "Strong scaling" in page
     assert "87.5 %" in page
     assert "the quotient of the devices" in page
+
+
+def test_the_markdown_of_a_result_has_the_table_and_its_definitions(tmp_path: Path) -> None:
+    directory = ResultDirectory(tmp_path / "result")
+    directory.write_result(result([record(1), record(4)], [100.0, 350.0]))
+    assert main(["bench", "export", str(directory.path), "--format", "markdown"]) == 0
+    text = (directory.path / "result.md").read_text()
+    assert "**Strong scaling**" in text
+    assert "| 87.5 % |" in text
+    assert "the quotient of the devices" in text

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from support.benchmark_results import benchmark_result, measurement
+from support.benchmark_results import benchmark_result, measurement, with_step_samples
 from wanma.bench.figures.metrics import METRICS, find_metric, metric_values
 from wanma.bench.figures.summary import judge_metric, summarize
 from wanma.bench.measurements.measurement import StepRecord
@@ -70,12 +70,7 @@ def test_a_contender_twice_as_fast_is_faster_in_seconds_and_in_rates() -> None:
 def test_the_time_of_steps_with_fewer_samples_is_shown_with_them_and_not_judged() -> None:
     """Steps half as long with half of the samples, as of asynchronous servers, are as fast."""
     result = benchmark_result({"plain": SLOW, "asynchronous": FAST})
-    measurements = []
-    for one in result.measurements:
-        samples = 8.0 if one.contender == "plain" else 4.0
-        steps = tuple(dataclasses.replace(step, samples=samples) for step in one.steps)
-        measurements.append(dataclasses.replace(one, steps=steps))
-    judged = summarize(dataclasses.replace(result, measurements=tuple(measurements)), result.warm_ups)
+    judged = with_step_samples(result, {"asynchronous": 4.0})
     verdicts = judged.verdicts["asynchronous"]
     assert "step_seconds" not in verdicts
     assert verdicts["samples_per_second"].ratio.median == pytest.approx(1.0)

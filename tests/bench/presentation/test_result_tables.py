@@ -9,7 +9,9 @@ import io
 import pytest
 
 from support.benchmark_results import benchmark_result
+from wanma.bench.presentation.blocks import Block
 from wanma.bench.presentation.result_tables import (
+    markdown_block,
     markdown_table,
     steps_csv,
     summaries_csv,
@@ -103,3 +105,12 @@ def test_a_result_without_measurements_is_exported() -> None:
     empty = dataclasses.replace(benchmark_result({"plain": SLOW}), measurements=(), summaries={}, verdicts={})
     assert rows(steps_csv(empty)) == rows(summaries_csv(empty)) == []
     assert markdown_table(empty).splitlines()[2] == "| plain | 0 of 0 |"
+
+
+def test_a_block_is_a_table_above_its_sentences() -> None:
+    block = Block("a | b", ("contender", "speedup"), [["x_y", "1.5"]], ["Over *cores*."], ["Few rounds."])
+    assert markdown_block(block) == (
+        "**a \\| b**\n\n"
+        "| contender | speedup |\n| --- | ---: |\n| x_y | 1.5 |\n\n"
+        "Over \\*cores\\*.\n\nFew rounds.\n"
+    )

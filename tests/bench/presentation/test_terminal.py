@@ -12,10 +12,17 @@ from support.benchmark_results import benchmark_result, measurement
 from wanma.bench.comparisons.comparison import compare_results
 from wanma.bench.comparisons.reproduction import judge_reproduction
 from wanma.bench.figures.metrics import find_metric
+from wanma.bench.figures.summary import summarize
 from wanma.bench.presentation.blocks import Block, terminal
 from wanma.bench.presentation.comparison_blocks import comparison_blocks, list_block, reproduction_blocks
 from wanma.bench.presentation.page import result_page
-from wanma.bench.presentation.result_blocks import definition_text, exclusion_reasons, result_blocks
+from wanma.bench.presentation.result_blocks import (
+    STEP_TIME_NOTE,
+    definition_text,
+    exclusion_reasons,
+    result_blocks,
+)
+from wanma.bench.presentation.result_tables import markdown_table
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.statistics.estimates import Estimate
 from wanma.cli.output import print_content
@@ -90,6 +97,24 @@ def test_measurements_that_do_not_count_are_listed_with_their_reasons(result: Be
     text = lines(result_blocks(changed, ["step_seconds"]))
     assert "plain 7 0" in text
     assert "new 7 4 another program used 3 CPUs (2 ×); the clock stepped; exit code 3; out of memory" in text
+
+
+def test_measurements_without_a_step_time_are_told(result: BenchmarkResult) -> None:
+    warm_ups = [6 if one.contender == "new" and one.round < 2 else 1 for one in result.measurements]
+    some, none = summarize(result, warm_ups), summarize(result, [6] * len(warm_ups))
+    text = lines(result_blocks(some, ["step_seconds"]), 200)
+    assert "new 7, 5 with a step time 0" in text
+    assert "plain 7 0" in text
+    assert STEP_TIME_NOTE in text
+    page = result_page(some)
+    assert '<td class="n">7, 5 with a step time</td>' in page
+    assert STEP_TIME_NOTE in page
+    assert STEP_TIME_NOTE not in result_page(result)
+    rows = markdown_table(some, ["step_seconds"]).splitlines()
+    assert rows[2].endswith("| 7 of 7 |")
+    assert rows[3].endswith("| 7 of 7, 5 with a step time |")
+    assert markdown_table(none).splitlines()[3].endswith("| 7 of 7, none with a step time |")
+    assert markdown_table(some, ["startup_seconds"]).splitlines()[3].endswith("| 7 of 7 |"), "of no step"
 
 
 def test_definitions_and_descriptions_are_in_terminal_and_page(result: BenchmarkResult) -> None:

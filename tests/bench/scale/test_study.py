@@ -212,6 +212,21 @@ def result_with(study: ScaleStudy) -> BenchmarkResult:
     return replace(benchmark_result({"dp_replicate=1": [1.0] * 7}), scale=study)
 
 
+def test_a_plan_that_cannot_run_is_told_with_its_reason(measured_study: ScaleStudy) -> None:
+    (curve,) = measured_study.curves
+    reason = "train.fp8: CPUs do not support fp8 matrix products"
+    points = [
+        point.model_copy(update={"unsupported": reason if 2 <= point.ranks <= 8 else ""})
+        for point in curve.points
+    ]
+    study = measured_study.model_copy(update={"curves": [curve.model_copy(update={"points": points})]})
+    (plain,), (block,) = curve_blocks(measured_study), curve_blocks(study)
+    assert plain.warnings == []
+    assert block.warnings == [f"2–8 ranks: this plan cannot run: {reason}."]
+    assert block.rows == plain.rows, "its forecast stays"
+    assert block.warnings[0] in result_page(result_with(study))
+
+
 def test_a_result_keeps_its_study(forecast_study: ScaleStudy, tmp_path: Path) -> None:
     directory = ResultDirectory(tmp_path / "result")
     directory.write_result(result_with(forecast_study))

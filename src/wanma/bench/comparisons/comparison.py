@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanma.bench.figures.summary import judge_metric
+from wanma.bench.figures.texts import step_size_text
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import PHASE
 from wanma.bench.place import hardware_identity
@@ -44,7 +45,7 @@ class MetricComparison:
     before: Estimate
     after: Estimate
     verdict: Verdict | None
-    """None: the metric has no better direction, or a value that is not positive."""
+    """None: the metric has no better direction, a value is not positive, or steps differ in their samples."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,13 @@ def _rows(
         old, new = before.summaries.get(contender, {}), after.summaries.get(contender, {})
         for metric in old:
             if metric in new and not metric.startswith(PHASE) and not is_machine_detail(metric):
-                verdict = judge_metric(
-                    metric,
-                    before.values.get(contender, {}).get(metric, {}),
-                    after.values.get(contender, {}).get(metric, {}),
-                    is_paired=False,
-                    error_rate=ERROR_RATE / len(contenders),
-                )
+                verdict = None
+                if not step_size_text(after, contender, metric, (before, contender)):
+                    verdict = judge_metric(
+                        metric,
+                        before.values.get(contender, {}).get(metric, {}),
+                        after.values.get(contender, {}).get(metric, {}),
+                        is_paired=False,
+                        error_rate=ERROR_RATE / len(contenders),
+                    )
                 yield MetricComparison(contender, metric, old[metric], new[metric], verdict)

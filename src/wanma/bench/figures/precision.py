@@ -14,7 +14,7 @@ from wanma.bench.statistics.ratios import estimate_paired_ratio
 from wanma.bench.statistics.warm_up import find_warm_up
 
 DECIDING_METRICS = ("time_to_target_seconds", "step_seconds", "total_seconds")
-"""Metrics of which the first that all measurements have decides, after those of the suite."""
+"""Metrics of which the first that a measurement has decides, after those of the suite."""
 
 
 def first_steady_step(measurement: Measurement) -> int:
@@ -35,7 +35,9 @@ def is_precise(
     metrics: Sequence[str] = (),
     baseline: str | None = None,
 ) -> bool:
-    """Return True if the first metric that the measurements have is known well enough.
+    """Return True if the first metric that a measurement has is known well enough.
+
+    A measurement without a value of it, such as one whose steps do not settle, adds nothing to its precision.
 
     Args:
         precision: half width of the interval, relative to the median, that is narrow enough.
@@ -46,10 +48,17 @@ def is_precise(
     own = {one.round: one for one in measurements if one.contender == contender and one.counts}
     first = {one.round: one for one in measurements if one.contender == baseline and one.counts}
     rounds = [number for number in own if baseline is None or number in first]
+    if not rounds:
+        return False
     for name in (*metrics, *DECIDING_METRICS):
-        series = [_steady_values(own[number], name) for number in rounds]
-        others = [] if baseline is None else [_steady_values(first[number], name) for number in rounds]
-        if not all(series) or not all(others):
+        series, others = [], []
+        for number in rounds:
+            values = _steady_values(own[number], name)
+            beside = values if baseline is None else _steady_values(first[number], name)
+            if values and beside:
+                series.append(values)
+                others.append(beside)
+        if not series:
             continue
         found = metric_estimate(name, series) if baseline is None else _ratio(series, others)
         return found is not None and found.has_interval and found.relative_half_width <= precision
@@ -75,6 +84,6 @@ def metric_estimate(name: str, series: Sequence[Sequence[float]]) -> Estimate:
 def _ratio(series: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> Estimate | None:
     """Return the ratio of two contenders by the median of each round; None: a median is not positive."""
     medians = [[float(np.median(values)) for values in each] for each in (series, others)]
-    if not medians[0] or min(*medians[0], *medians[1]) <= 0:
+    if min(*medians[0], *medians[1]) <= 0:
         return None
     return estimate_paired_ratio(medians[0], medians[1])

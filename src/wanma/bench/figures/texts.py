@@ -60,16 +60,33 @@ def ratio_name(name: str) -> str:
     return "speed ratio" if find_metric(name).unit in TIME_UNITS else "ratio"
 
 
-def step_size_text(result: BenchmarkResult, contender: str, name: str) -> str:
+def step_size_text(
+    result: BenchmarkResult, contender: str, name: str, baseline: tuple[BenchmarkResult, str] | None = None
+) -> str:
     """Return the samples of a contender's steps where their time cannot be judged beside the baseline's.
 
     That is where the steps of the baseline have another number of samples. Otherwise, and for all metrics but
     the step time, the text is empty.
+
+    Args:
+        baseline: result and name of the contender to compare with; None: the baseline of `result`.
     """
     if name != STEP_SECONDS.name:
         return ""
-    own, baseline = (_step_samples(result, one) for one in (contender, result.baseline))
-    return "" if own is None or baseline in (None, own) else f"steps of {own:,.0f} samples"
+    own, other = _step_samples(result, contender), _step_samples(*(baseline or (result, result.baseline)))
+    return "" if own is None or other in (None, own) else f"steps of {own:,.0f} samples"
+
+
+def step_time_text(result: BenchmarkResult, contender: str) -> str:
+    """Return the number of measurements with a step time, of those that count: '3 with a step time'.
+
+    Empty if all of them have one, if the program reports no steps, or before the result is summarized.
+    """
+    counted, own = result.measurements_of(contender), result.values.get(contender, {})
+    timed = len(own.get(STEP_SECONDS.name, {}))
+    if not own or timed == len(counted) or not any(one.steps for one in counted):
+        return ""
+    return f"{timed or 'none'} with a step time"
 
 
 def _step_samples(result: BenchmarkResult, contender: str) -> float | None:

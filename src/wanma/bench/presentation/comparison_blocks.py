@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from wanma.bench.comparisons.comparison import ResultComparison
 from wanma.bench.comparisons.reproduction import ReproducedFigure, Reproduction
 from wanma.bench.figures.metrics import find_metric
-from wanma.bench.figures.texts import estimate_text, outcome_text, ratio_name, ratio_text
+from wanma.bench.figures.texts import (
+    estimate_text,
+    outcome_text,
+    ratio_name,
+    ratio_text,
+    step_size_text,
+)
 from wanma.bench.presentation.blocks import Block
 from wanma.bench.results.result import BenchmarkResult
 from wanma.observe.units import MISSING_TEXT, count_text
@@ -25,7 +31,8 @@ def comparison_blocks(comparison: ResultComparison) -> Iterator[Block]:
         rows = []
         for row in comparison.rows:
             if row.metric == name:
-                verdict = ["", ""]
+                before = (comparison.before, row.contender)
+                verdict = ["", step_size_text(comparison.after, row.contender, name, before)]
                 if row.verdict is not None:
                     verdict = [ratio_text(row.verdict), outcome_text(name, row.verdict)]
                 estimates = (estimate_text(name, estimate) for estimate in (row.before, row.after))

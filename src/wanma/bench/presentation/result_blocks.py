@@ -16,6 +16,7 @@ from wanma.bench.figures.texts import (
     ratio_name,
     ratio_text,
     step_size_text,
+    step_time_text,
 )
 from wanma.bench.place import PACKAGES, hardware_identity
 from wanma.bench.presentation.blocks import Block
@@ -24,6 +25,7 @@ from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_blocks import curve_blocks, published_block
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.estimates import Estimate
+from wanma.bench.statistics.warm_up import MIN_STEPS
 from wanma.models.workload.flop_conventions import OWN
 from wanma.observe.units import MISSING_TEXT, count_text, duration_text, number_text, percent_text
 from wanma.report.components.html_elements import bar, bar_caption, table_header, table_row
@@ -41,6 +43,10 @@ UTILIZATION_NOTE = (
 CONVENTIONS_NOTE = (
     "The same steps, counted as published tables count: share of the dense peak, and in parentheses TFLOP/s "
     "of a device. Compare only figures of one column (docs/reference/mfu.md)."
+)
+STEP_TIME_NOTE = (
+    f"Without a step time: fewer than {MIN_STEPS} timed steps, or steps that do not settle. Such "
+    "measurements count for the figures of whole executions alone."
 )
 CONVENTION_HEADS = ("MFU", "full attention", "PaLM", "6 N D", "HFU")
 """Column heads of the own MFU and of `CONVENTION_METRICS`."""
@@ -206,12 +212,15 @@ def _utilization_block(result: BenchmarkResult) -> Iterator[Block]:
 
 def measurement_block(result: BenchmarkResult) -> Block:
     """Return the numbers of measurements that count and do not, with the reasons; on a page also each one."""
-    rows = []
+    rows, step_times = [], []
     for contender in result.contender_names:
         counted = len(result.measurements_of(contender))
         total = len(result.measurements_of(contender, counted_only=False))
         reasons = "; ".join(exclusion_reasons(result, contender))
-        rows.append([contender, str(counted), str(total - counted), reasons])
+        step_times.append(step_time_text(result, contender))
+        counts = ", ".join(filter(None, (str(counted), step_times[-1])))
+        rows.append([contender, counts, str(total - counted), reasons])
+    notes = [STEP_TIME_NOTE if any(step_times) else "", _turns_text(result)]
     warnings = [
         _unwatched_text(result),
         "" if result.ended else "The benchmark has not ended: figures are of the measurements so far.",
@@ -220,7 +229,7 @@ def measurement_block(result: BenchmarkResult) -> Block:
         f"Measurements: {sum(one.counts for one in result.measurements)} of {len(result.measurements)} count",
         ("contender", "counted", "excluded", "reasons"),
         rows,
-        [note for note in [_turns_text(result)] if note],
+        [note for note in notes if note],
         [warning for warning in warnings if warning],
         left_count=4,
         html=_all_measurements(result),

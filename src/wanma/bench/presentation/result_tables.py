@@ -1,4 +1,4 @@
-"""Exports of a result: steps, summaries and scalings as CSV, summaries as a Markdown table."""
+"""Exports of a result: steps, summaries and scalings as CSV, summaries and blocks as Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wanma.bench.figures.metrics import CONVENTION_METRICS, UTILIZATION, find_metric
-from wanma.bench.figures.texts import estimate_text, outcome_text, ratio_text, step_size_text
+from wanma.bench.figures.texts import (
+    estimate_text,
+    outcome_text,
+    ratio_text,
+    step_size_text,
+    step_time_text,
+)
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import COLUMNS, PHASE
+from wanma.bench.presentation.blocks import Block
 from wanma.bench.results.result import BenchmarkResult
 from wanma.observe.units import MISSING_TEXT
 
@@ -95,6 +102,7 @@ def markdown_table(result: BenchmarkResult, metrics: Sequence[str] = ()) -> str:
         metrics: names of the metrics; empty: all but the phases of a step.
     """
     names = list(metrics) or summary_metrics(result)
+    shows_steps = not metrics or any(find_metric(name).is_per_step for name in names)
     heads = ["contender", *(f"{find_metric(name).title} (95 %)" for name in names), "measurements"]
     rows = [heads, ["---", *("---:" for _ in heads[1:])]]
     for contender in result.contender_names:
@@ -102,8 +110,18 @@ def markdown_table(result: BenchmarkResult, metrics: Sequence[str] = ()) -> str:
         cells = [_cell(result, contender, name) if name in own else MISSING_TEXT for name in names]
         counted = len(result.measurements_of(contender))
         total = len(result.measurements_of(contender, counted_only=False))
-        rows.append([contender, *cells, f"{counted} of {total}"])
-    return "".join(f"| {' | '.join(map(_markdown_text, row))} |\n" for row in rows)
+        step_times = step_time_text(result, contender) if shows_steps else ""
+        rows.append([contender, *cells, ", ".join(filter(None, (f"{counted} of {total}", step_times)))])
+    return "".join(map(_markdown_row, rows))
+
+
+def markdown_block(block: Block) -> str:
+    """Return title, table and sentences of a block as Markdown."""
+    rows = [block.columns, ["---", *("---:" for _ in block.columns[1:])], *block.rows]
+    table = "".join(_markdown_row(row) for row in rows) if block.columns else ""
+    notes = (_markdown_text(note) for note in (*block.notes, *block.warnings))
+    title = f"**{_markdown_text(block.title)}**" if block.title else ""
+    return "\n\n".join(part for part in (title, table.rstrip(), *notes) if part) + "\n"
 
 
 def summary_metrics(result: BenchmarkResult) -> list[str]:
@@ -119,6 +137,10 @@ def summary_metrics(result: BenchmarkResult) -> list[str]:
         for name in names
         if name not in apart and not name.startswith(PHASE) and not is_machine_detail(name)
     ]
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_markdown_text, cells))} |\n"
 
 
 def _markdown_text(text: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from wanma.bench.presentation.blocks import Block
-from wanma.bench.results.stored_study import CurvePoint, Interval, PublishedScaling, ScaleStudy
+from wanma.bench.results.stored_study import Curve, CurvePoint, Interval, PublishedScaling, ScaleStudy
 from wanma.bench.scale.sentences import interval_text, number_of_digits
 from wanma.observe.units import MISSING_TEXT, percent_text
 
@@ -22,24 +23,18 @@ PUBLISHED_COLUMNS = ("", "speedup", "ideal", "efficiency", "samples/min")
 def curve_blocks(study: ScaleStudy) -> Iterator[Block]:
     """Yield a block for each curve.
 
-    A note has the reason why points have no forecast, neighbours with the same one together.
+    A note has the reason why points have no forecast, a warning the one why their plan cannot run.
     """
     for curve in study.curves:
         has_measurements = any(point.measured is not None for point in curve.points)
         names = ("measured/s", "forecast/s", "error") if has_measurements else ()
         columns = (curve.unit, *names, "expected/s (90 %)", "speedup", "ideal", "efficiency")
-        rows: list[list[str]] = []
-        reasons = []
-        for is_missing, group in groupby(curve.points, key=_reason_kind):
-            points = list(group)
-            if not is_missing:
-                rows += [_cells(point, has_measurements) for point in points]
-                continue
-            first, last = points[0].ranks, points[-1].ranks
-            span = f"{first:,}" if first == last else f"{first:,}–{last:,}"
-            reasons.append(f"{span} {curve.unit}: {points[0].reason}.")
+        rows = [_cells(point, has_measurements) for point in curve.points if not _missing_reason(point)]
+        reasons = _reasons(curve, _missing_reason, "{}")
+        unsupported = _reasons(curve, attrgetter("unsupported"), "this plan cannot run: {}")
         notes = [*curve.sentences, *reasons, curve.band, *study.notes, BAND_NOTE]
-        yield Block(f"{study.kind.capitalize()} scaling: {curve.name}", columns, rows, notes)
+        title = f"{study.kind.capitalize()} scaling: {curve.name}"
+        yield Block(title, columns, rows, notes, list(unsupported))
 
 
 def published_block(scaling: PublishedScaling) -> Block:
@@ -71,9 +66,21 @@ def efficiency_points(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     return [point for point in points if point.efficiency is not None]
 
 
-def _reason_kind(point: CurvePoint) -> str:
-    """Return the reason of a point that has neither measurement nor forecast, without its numbers."""
-    return re.sub(r"[\d.,]+", "", point.reason.partition(":")[0]) if point.measured is None else ""
+def _missing_reason(point: CurvePoint) -> str:
+    """Return the reason why a point has neither measurement nor forecast; empty: it has one."""
+    return point.reason if point.measured is None else ""
+
+
+def _reasons(curve: Curve, reason_of: Callable[[CurvePoint], str], text: str) -> Iterator[str]:
+    """Yield each reason with its ranks, in `text`; neighbours have one if theirs differ in numbers alone."""
+    for kind, group in groupby(
+        curve.points, key=lambda point: re.sub(r"[\d.,]+", "", reason_of(point).partition(":")[0])
+    ):
+        if kind:
+            points = list(group)
+            first, last = points[0].ranks, points[-1].ranks
+            span = f"{first:,}" if first == last else f"{first:,}–{last:,}"
+            yield f"{span} {curve.unit}: {text.format(reason_of(points[0]))}."
 
 
 def _cells(point: CurvePoint, has_measurements: bool) -> list[str]:

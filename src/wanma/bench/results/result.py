@@ -71,7 +71,7 @@ class BenchmarkResult(StoredRecord):
     baseline: str = ""
     """Contender with which the verdicts compare; empty: there are no verdicts."""
     rule: Mapping[str, Any] = field(default_factory=dict)
-    """Rounds, budget and limits, by the keys of a suite file."""
+    """Rounds and budget by the keys of a suite file, and the limits within which a measurement counts."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Versions by package: wanma, torch, Python, and those of the contenders."""
     hardware: Mapping[str, Any] = field(default_factory=dict)

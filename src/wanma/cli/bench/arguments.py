@@ -162,16 +162,12 @@ def measure_result(
         arguments: options of the command line.
         limits: limits within which a measurement counts.
     """
-    from wanma.bench.benchmark import find_unfinished, new_directory, run_benchmark
+    from wanma.bench.benchmark import open_directory, run_benchmark
     from wanma.bench.display import blocks_of
     from wanma.bench.presentation.blocks import terminal
     from wanma.cli.output import print_content, print_warning
 
-    directory = None if arguments.fresh else find_unfinished(arguments.results, suite)
-    if directory is not None:
-        print_progress(f"goes on with {directory.path}, which has not ended")
-    else:
-        directory = new_directory(arguments.results, suite)
+    directory = open_directory(arguments.results, suite, print_progress, is_fresh=arguments.fresh)
     try:
         result = run_benchmark(suite, rule, directory, limits=limits, progress=print_progress)
     except KeyboardInterrupt:

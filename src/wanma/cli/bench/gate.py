@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         metrics=arguments.metric,
         limits=disturbance_limits(rule, arguments),
         progress=print_progress,
+        is_fresh=arguments.fresh,
     )
     print_content(terminal(result_blocks(result, [finding.metric for finding in findings[:1]])))
     for finding in findings:

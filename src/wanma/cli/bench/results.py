@@ -125,7 +125,9 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from wanma.bench.presentation.result_blocks import section_blocks
     from wanma.bench.presentation.result_tables import (
+        markdown_block,
         markdown_table,
         scaling_csv,
         steps_csv,
@@ -142,7 +144,7 @@ def _export(arguments: argparse.Namespace) -> int:
             "scaling.csv": scaling_csv(result),
         }
         if arguments.format == "csv"
-        else {"result.md": markdown_table(result)}
+        else {"result.md": "\n".join([markdown_table(result), *map(markdown_block, section_blocks(result))])}
     )
     written = {folder / name: text for name, text in texts.items() if text}
     try:
