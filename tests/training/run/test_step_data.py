@@ -67,6 +67,7 @@ def test_bad_samples_are_listed_and_the_first_one_is_told(tmp_path: Path) -> Non
     report.begin(data(), step(0))
     report.begin(data(), step(1, bad(2), bad(3, is_substituted=True)))
     report.begin(data(), step(2, bad(4)))
+    end_step(report)
     lines = [json.loads(line) for line in (tmp_path / "bad-samples-0.jsonl").read_text().splitlines()]
     assert [(line["step"], line["sample"], line["place"], line["action"]) for line in lines] == [
         (2, 2, "a.tar: row 2", "skip"),
@@ -85,6 +86,21 @@ def test_ranks_that_read_the_same_samples_list_them_once(tmp_path: Path) -> None
     report, _ = step_data(tmp_path, writes=False)
     report.begin(data(), step(0, bad(0)))
     assert list(tmp_path.iterdir()) == []
+    end_step(report)
+    assert "bad_samples" not in report.metrics()
+
+
+def test_the_record_counts_the_bad_samples_of_all_ranks(tmp_path: Path) -> None:
+    ranks = [step_data(tmp_path, ranks=2)[0] for _ in range(2)]
+    counts = []
+    for number, found in enumerate(([(), (bad(1),)], [(bad(2), bad(3)), (bad(1),)], [(), ()])):
+        for rank, own in zip(ranks, found, strict=True):
+            rank.begin(data(), step(number, *own))
+        terms = [rank.exchanged_terms() for rank in ranks]
+        for rank in ranks:
+            rank.take_exchanged_sums([sum(each) for each in zip(*terms, strict=True)])
+        counts.append([rank.metrics()["bad_samples"] for rank in ranks])
+    assert counts == [[1, 1], [4, 4], [4, 4]]
 
 
 def test_more_different_samples_than_the_limit_end_the_run(tmp_path: Path) -> None:
@@ -105,19 +121,19 @@ def test_a_sample_that_several_ranks_have_met_counts_once(
     joined = [{bad(0).place, bad(1).place}, {bad(number).place for number in range(3)}]
     monkeypatch.setattr(module, "_join_places", lambda *_: joined.pop(0))
     for _ in range(2):  # asked once, while no rank meets another one
-        report.take_exchanged_sums((4.0,))
+        report.take_exchanged_sums((0.0, 4.0))
     assert len(joined) == 1
     with pytest.raises(JobError, match=r"3 samples .*_limit = 2"):
-        report.take_exchanged_sums((5.0,))
+        report.take_exchanged_sums((1.0, 5.0))
 
 
 def test_the_limit_counts_the_samples_of_other_workers_of_parameter_servers(tmp_path: Path) -> None:
     report, _ = step_data(tmp_path, limit=3)
     report.begin(data(), step(0, bad(0), bad(1)))
     for places in ([bad(0).place, bad(1).place], [bad(1).place, bad(2).place]):
-        report.take_exchanged_sums((2.0,), places)
+        report.take_exchanged_sums((1.0, 2.0), places)
     with pytest.raises(JobError, match=r"4 samples .*_limit = 3"):
-        report.take_exchanged_sums((2.0,), [bad(3).place])
+        report.take_exchanged_sums((1.0, 2.0), [bad(3).place])
 
 
 def test_files_left_out_as_a_whole_count_and_no_restart_follows(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ _RUN: Rows = {
             },
             "s",
         ),
-        _panel("bad samples (rank 0)", "bad_samples"),
+        _panel("bad samples", "bad_samples"),
     ),
     "Ranks": (
         _panel("work of a step by rank: computation", {_RANK: _rank_work("compute")}, "s", "status-history"),

@@ -109,7 +109,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("communication_seconds", "its communication, exposed or not; not on GPUs", "kind"),
         _counter("bubble_seconds", "bubble of the pipeline on rank 0"),
         _counter("non_finite_steps", "steps with a loss, or but in fp16 a gradient norm, that is not finite"),
-        _counter("bad_samples", "samples that rank 0 could not read"),
+        _counter("bad_samples", "samples that could not be read, of all ranks"),
         _gauge("forecast_step_seconds", "forecast of the time of a step"),
         _gauge("forecast_step_upper_seconds", "upper end of its 90 % interval"),
         _gauge(

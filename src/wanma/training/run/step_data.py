@@ -76,7 +76,11 @@ class StepData:
         """Traffic of this rank so far."""
         self._traffic: Traffic = Counter()
         """Traffic of all ranks since the last record."""
+        self._has_met_bad_sample = False
+        self._new_bad_samples = 0
+        """Samples of this rank that cannot be read, since the last exchange."""
         self._bad_samples = 0
+        """Those of all ranks so far."""
         self._bad_places: set[str] = set()
         self._gathered_count = 0
         """Sum over the ranks of their different bad samples when these were last joined."""
@@ -101,24 +105,26 @@ class StepData:
         if self._writes:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
-        if not self._bad_samples:
+        if not self._has_met_bad_sample:
             action = "another one is read instead" if found[0].is_substituted else "its position is skipped"
             text = f"data: {found[0].place}: {found[0].cause}; {action}. All are listed in {self._path.name}"
             self._message(text, "warning")
             log.warning("%s", text)
-        self._bad_samples += len(found)
+        self._has_met_bad_sample = True
+        self._new_bad_samples += len(found)
         self._bad_places |= {one.place for one in found}
 
     def exchanged_terms(self) -> tuple[float, ...]:
         """Return the numbers that the rank adds to the step's all-reduce, as many on every rank.
 
-        Traffic is that since the last call, so it is called once a step.
+        Traffic and bad samples are those since the last call, so it is called once a step.
         """
         terms: list[float] = []
         if self._has_peers:
             terms.append(self.reading.training_samples_read if self.reading is not None else 0)
         if self._skips_bad:
-            terms.append(len(self._bad_places) if self._writes else 0)
+            terms += (self._new_bad_samples, len(self._bad_places)) if self._writes else (0, 0)
+            self._new_bad_samples = 0
         return tuple(map(float, [*terms, *self._traffic_terms()]))
 
     def add_traffic(self, traffic: Traffic) -> None:
@@ -150,11 +156,12 @@ class StepData:
         left = map(int, sums)
         if self._has_peers:
             self._samples_read = next(left)
-        bad_samples = next(left) if self._skips_bad else 0
+        new, different = (next(left), next(left)) if self._skips_bad else (0, 0)
+        self._bad_samples += new
         self._traffic.update(dict(zip(self._traffic_keys, left, strict=False)))
         if self._skips_bad:
             self._bad_places.update(bad_places)
-            self._refuse_many_bad(bad_samples if self._world_size > 1 else len(self._bad_places))
+            self._refuse_many_bad(different if self._world_size > 1 else len(self._bad_places))
 
     def _refuse_many_bad(self, count: int) -> None:
         """Refuse more different bad samples than the limit; ranks may have met the same in other epochs.
