@@ -36,16 +36,21 @@ class UpdateRule:
             square: squared norm of the summed gradients.
 
         Raises:
-            WanmaError: the loss or the gradient is not finite, and the job stops then.
+            WanmaError: no sample has a target, or loss or gradient are not finite, and the job stops then.
         """
         losses, targets = loss_sums(headers)
         scale = 1.0 / (targets * headers[0]["loss_multiplier"]) if targets else 0.0
         norm = math.sqrt(square) * scale if square >= 0 else math.nan
+        if not targets and self.stops_if_not_finite:
+            raise WanmaError(
+                f"step {number}: no sample of the global batch has a target",
+                "give the samples targets or remove them, or set train.non_finite = 'skip'",
+            )
         if not (math.isfinite(norm) and math.isfinite(losses)) or not targets:
             if self.stops_if_not_finite:
                 broken = [str(one["worker"]) for one in headers if not math.isfinite(one["loss_sum"])]
                 workers = broken or [str(one["worker"]) for one in headers]
-                loss = losses / targets if targets else math.nan
+                loss = losses / targets
                 raise WanmaError(
                     f"step {number}: the loss is {loss} and the gradient norm {norm}; not finite on worker "
                     f"{', '.join(workers)}",
