@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from itertools import pairwise, starmap
 from typing import Any
 
 import pytest
@@ -37,9 +38,11 @@ def test_no_message_of_a_load_or_a_fetch_has_more_rows_than_a_piece(
     client.join()
     client.load([table], OPTIMIZERS["rowwise_adagrad"], weights, {}, ServerPosition(True))
     client.begin(1000, ServerPosition(True))
-    found, state, _ = client.fetch()
-    assert torch.equal(found["t"], weights["t"])
-    assert (200_000,) in {tuple(tensors["t"].shape) for tensors in state.values()}, "of a row a number"
+    parts = [(rows, tensors["weight"], tensors["row_sum"]) for _, rows, tensors in client.fetch()]
+    ends = (0, 65_536, 100_000, 165_536, 200_000)  # of shards and of pieces
+    assert [rows for rows, _, _ in parts] == list(starmap(range, pairwise(ends)))
+    assert torch.equal(torch.cat([weight for _, weight, _ in parts]), weights["t"])
+    assert all(row_sum.shape == (len(rows),) for rows, _, row_sum in parts), "of a row a number"
     assert 16 << 20 <= max(sizes) < 17 << 20
     assert len(signs) == 12, "two shards have two pieces each, for two holders, and once to fetch"
 

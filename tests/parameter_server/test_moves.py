@@ -18,6 +18,7 @@ from support.server_runs import (
     assert_close,
     compute,
     expected,
+    fetched,
     gradients,
     in_threads,
     work,
@@ -55,13 +56,13 @@ def test_servers_that_join_and_leave_move_the_ranges_with_their_state(
         compute(served.clients[0], 0)
         assert served.coordinator.resize(count)
     compute(served.clients[0], 0)
-    found, state, _ = served.clients[0].fetch()
+    found, state = fetched(served.clients[0])
     if optimizer != "rowwise_adagrad":
         assert_close(found, expected(weights, optimizer, range(3), 1))
     still.begin(optimizer)
     for _ in range(3):
         compute(still.clients[0], 0)
-    unmoved, unmoved_state, _ = still.clients[0].fetch()
+    unmoved, unmoved_state = fetched(still.clients[0])
     assert_close(found, unmoved)
     for kind, tensors in state.items():
         assert_close(tensors, unmoved_state[kind])
@@ -76,7 +77,7 @@ def test_a_push_before_a_move_is_repeated_after_it(run: Callable[..., Run]) -> N
     assert served.coordinator.resize(3)
     client.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE))
     assert served.coordinator.resize(2)
-    assert_close(client.fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert_close(fetched(client)[0], expected(weights, "adamw", range(1), 1))
 
 
 def test_servers_serve_while_ranges_move(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,7 @@ def test_servers_serve_while_ranges_move(run: Callable[..., Run], monkeypatch: p
         if message["op"] == "prepare" and is_after and not moves:
             assert client.next_step(False).step == 1
             moves.append(client.pull({"t": ids}))
-            moves.append(client.fetch()[0])
+            moves.append(fetched(client)[0])
             client.push(1, gradients(1, 0), {"t": ids})
 
     hook(monkeypatch, train_on)
@@ -101,7 +102,7 @@ def test_servers_serve_while_ranges_move(run: Callable[..., Run], monkeypatch: p
     assert_close(moves[0], {**before, "t": before["t"][ids]})
     client.finish(StepContribution(1, 1.0, 2.0, 1.0, RATE))
     assert served.coordinator.resize(2)
-    assert_close(client.fetch()[0], expected(weights, "adamw", range(2), 1))
+    assert_close(fetched(client)[0], expected(weights, "adamw", range(2), 1))
 
 
 @pytest.mark.full
@@ -123,9 +124,9 @@ def test_workers_train_on_while_servers_join_and_leave(run: Callable[..., Run]) 
         is_over.set()
 
     in_threads(lambda: train(0), lambda: train(1), resize)
-    found, _, position = served.clients[0].fetch()
-    assert position.updates > 3
-    assert_close(found, expected(weights, "sgd", range(position.updates), 2), 1e-3)
+    updates = served.clients[0].join().updates
+    assert updates > 3
+    assert_close(fetched(served.clients[0])[0], expected(weights, "sgd", range(updates), 2), 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_server_killed_during_a_move_loses_no_acknowledged_update(
         assert served.coordinator.resize(count)
     assert killed
     compute(client, 0)
-    assert_close(client.fetch()[0], expected(weights, "adamw", range(2), 1))
+    assert_close(fetched(client)[0], expected(weights, "adamw", range(2), 1))
     assert set(group.endpoints) == set(range(count))
     assert served.coordinator.resize(2)
 
@@ -193,7 +194,7 @@ def test_a_move_to_a_server_that_does_not_start_leaves_the_others(
     ((level, text),) = shown
     assert (level, "no memory for server 2" in text) == ("warning", True)
     compute(served.clients[0], 0)
-    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert_close(fetched(served.clients[0])[0], expected(weights, "adamw", range(1), 1))
     assert set(group.endpoints) == {0, 1}
 
 
@@ -220,6 +221,6 @@ def test_a_worker_lost_during_a_move_does_not_end_it(
     (new,) = started
     new.begin(1000, ServerPosition(True))
     assert compute(new, 0) == 1
-    assert_close(new.fetch()[0], expected(weights, "adamw", range(2), 1))
+    assert_close(fetched(new)[0], expected(weights, "adamw", range(2), 1))
     assert served.coordinator.resize(2)
     new.close()

@@ -27,6 +27,7 @@ from support.server_runs import (
     assert_close,
     compute,
     expected,
+    fetched,
     gradients,
     in_threads,
     process_ids,
@@ -49,7 +50,8 @@ def test_synchronous_updates_are_those_of_one_optimizer(run: Callable[..., Run],
     weights = served.begin(optimizer)
     for _ in range(4):
         in_threads(*(lambda w=w: compute(served.clients[w], w) for w in range(2)))
-    found, state, position = served.clients[0].fetch()
+    found, state = fetched(served.clients[0])
+    position = served.clients[0].join()
     assert_close(found, expected(weights, optimizer, range(4), 2))
     assert (position.step, position.updates) == (2, 4), "the chief has not come back with the last two"
     moments = {"exp_avg", "exp_avg_sq", "step"}
@@ -68,7 +70,7 @@ def test_a_killed_server_is_replaced_with_all_that_was_acknowledged(
     for step, server in enumerate((0, 1, 0)):
         compute(served.clients[0], 0)
         os.kill(process_ids(group)[server], signal.SIGKILL)
-        found, _, _ = served.clients[0].fetch()
+        found, _ = fetched(served.clients[0])
         assert_close(found, expected(weights, "adamw", range(step + 1), 1))
 
 
@@ -114,7 +116,7 @@ def test_a_worker_cut_from_a_living_server_waits_for_the_network(
     cut = Cut(monkeypatch, address, lambda refused: refused == refusals, error)
     served.clients[0].drop(address)
     compute(served.clients[0], 0)
-    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
+    assert_close(fetched(served.clients[0])[0], expected(weights, "adamw", range(2), 1))
     assert cut.refused == refusals
     assert process_ids(group) == before
 
@@ -135,7 +137,7 @@ def test_a_network_that_stays_away_is_one_error_and_loses_no_acknowledged_update
     newer = ParameterServerClient(served.coordinator.access, 0, served.generation + 1, "synchronous")
     assert newer.join().is_loaded
     newer.begin(1000, ServerPosition(True))
-    assert_close(newer.fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert_close(fetched(newer)[0], expected(weights, "adamw", range(1), 1))
     assert process_ids(group) == before
     newer.close()
 
@@ -202,7 +204,7 @@ def test_holders_cut_from_each_other_wait_for_the_network_and_both_have_the_upda
         in_threads(lambda: compute(served.clients[0], 0), mend)
         assert process_ids(group) == before
         os.kill(before[0], signal.SIGKILL)
-        assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(2), 1))
+        assert_close(fetched(served.clients[0])[0], expected(weights, "adamw", range(2), 1))
         served.close()
 
 
@@ -243,7 +245,7 @@ def test_stop_signals_that_a_batch_system_sends_to_every_process_end_no_server(
         for process in before.values():
             os.kill(process, number)
     compute(served.clients[0], 0)
-    assert_close(served.clients[0].fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert_close(fetched(served.clients[0])[0], expected(weights, "adamw", range(1), 1))
     assert process_ids(group) == before
 
 
@@ -306,9 +308,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_or_is_skipped(run: Callable
     skipping = run(1, non_finite="skip")
     weights = skipping.begin()
     broken_step(skipping.clients[0])
-    assert_close(skipping.clients[0].fetch()[0], weights, 0.0)
+    assert_close(fetched(skipping.clients[0])[0], weights, 0.0)
     compute(skipping.clients[0], 0)
-    assert_close(skipping.clients[0].fetch()[0], expected(weights, "adamw", range(1, 2), 1))
+    assert_close(fetched(skipping.clients[0])[0], expected(weights, "adamw", range(1, 2), 1))
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_servers(run: Callable[..., Run]) -> None:
@@ -317,7 +319,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_servers(run: Callable[..., R
     compute(served.clients[0], 0)
     given = {name: tensor / 2 for name, tensor in gradients(0, 0).items()}
     norm = torch.stack([tensor.square().sum() for tensor in given.values()]).sum().sqrt()
-    found, _, _ = served.clients[0].fetch()
+    found, _ = fetched(served.clients[0])
     moved = found["b"] - weights["b"]
     torch.testing.assert_close(moved, -2 * RATE * given["b"] * 0.01 / (norm + 1e-6), rtol=1e-4, atol=1e-8)
 
@@ -327,7 +329,7 @@ def test_rounded_pushes_are_close(run: Callable[..., Run]) -> None:
     weights = served.begin("sgd")
     compute(served.clients[0], 0)
     exact = expected(weights, "sgd", range(1), 1)
-    found, _, _ = served.clients[0].fetch()
+    found, _ = fetched(served.clients[0])
     assert_close(found, exact, 1e-2)
     assert not torch.equal(found["w"], exact["w"])
 
@@ -388,7 +390,7 @@ def test_an_update_that_was_ordered_in_vain_leaves_nothing_to_the_next(
         assert chief.join().is_loaded
         chief.begin(1000, ServerPosition(True))
     assert compute(chief, 0) == 0
-    assert_close(chief.fetch()[0], expected(weights, "sgd", range(1), 1))
+    assert_close(fetched(chief)[0], expected(weights, "sgd", range(1), 1))
     chief.close()
 
 
@@ -428,7 +430,7 @@ def test_workers_are_answered_and_show_life_however_long_a_server_is_replaced(
     client.finish(StepContribution(0, 1.0, 2.0, 1.0, RATE))
     assert waited[0]
     assert all(waited)
-    assert_close(client.fetch()[0], expected(weights, "adamw", range(1), 1))
+    assert_close(fetched(client)[0], expected(weights, "adamw", range(1), 1))
 
 
 def test_other_workers_begin_once_worker_0_has_found_what_the_servers_hold(

@@ -551,6 +551,17 @@ def test_a_worker_that_stands_still_leaves_all_other_steps_to_the_others(desk: D
 
 
 @pytest.mark.full
+def test_worker_0_holds_what_the_servers_hold_once(desk: Desk) -> None:
+    wide = ("model.recommender.tables={user=1_000_000}", "model.recommender.embedding=32")
+    keys = ("servers.count=1", "train.embedding_optimizer=adam", "train.steps=4")
+    pauses = ("train.validate_every_steps=2", "checkpoint.every_steps=4")
+    training = trained(desk, "ratings", "held-once", *wide, *keys, *pauses)
+    first, *_, last = (step["memory_bytes"] for step in training.metrics)
+    held = 4 * 1_000_000 * 33 * 3  # embeddings and biases, and their moments
+    assert last - first < held / 4
+
+
+@pytest.mark.full
 def test_no_update_of_a_bounded_run_misses_more_than_the_bound(desk: Desk) -> None:
     bounded = ("servers.mode=bounded", "servers.staleness=1", ASYNCHRONOUS[1])
     training = trained(desk, "ratings", "bounded", "servers.count=2", "parallel.dp_replicate=3", *bounded)

@@ -84,7 +84,7 @@ def test_servers_share_parameters_and_state_and_worker_0_holds_all_of_them() -> 
     assert other.servers is not None
     held = one.servers.memory_bytes - other.servers.memory_bytes
     assert held == pytest.approx((whole - few) / 2, rel=0.01)
-    # In a pause it receives what it holds already.
+    # A save copies what it holds.
     assert one.memory_bytes - other.memory_bytes == pytest.approx(2 * (whole - few), rel=0.01)
     twice = memory(job(replicas=2)).servers
     assert twice is not None

@@ -164,3 +164,15 @@ def expected(weights: dict[str, Tensor], kind: str, steps: range, workers: int) 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-6) -> None:
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
+
+
+def fetched(client: ParameterServerClient) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """The weights, and the optimizer's state by kind, that the servers hold."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for parameter, rows, tensors in client.fetch():
+        for kind, part in tensors.items():
+            by_name = found.setdefault(kind, {})
+            whole = torch.cat([by_name[parameter.name], part]) if part.ndim and rows.start else part
+            is_complete = whole.shape == (parameter.rows, parameter.width)
+            by_name[parameter.name] = whole.reshape(parameter.shape) if is_complete else whole
+    return found.pop("weight"), found

@@ -239,49 +239,31 @@ class ParameterServerClient:
             self._refresh_table(None)
             self.push(*self._last_push)
 
-    def fetch(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], ServerPosition]:
+    def fetch(self) -> Iterator[tuple[ServedParameter, range, dict[str, Tensor]]]:
         self._refresh_table(None)
-        weights: dict[str, Tensor] = {}
-        state: dict[str, dict[str, Tensor]] = {}
         for parameter in self._require_table().parameters:
-            for key, tensor in self._fetch_parameter(parameter).items():
-                of_kind = weights if key == "weight" else state.setdefault(key, {})
-                is_whole = parameter.is_table or not tensor.ndim
-                of_kind[parameter.name] = tensor if is_whole else tensor.reshape(parameter.shape)
-        return weights, state, self.join()
-
-    def _fetch_parameter(self, parameter: ServedParameter) -> dict[str, Tensor]:
-        """Return a parameter's tensors by kind, whose rows come piece by piece."""
-        found: dict[str, Tensor] = {}
-        row = 0
-        while row < parameter.rows:
-            table = self._require_table()
-            starts = table.starts(parameter)
-            shard = bisect.bisect_right(starts, row) - 1
-            rows = next(row_pieces(range(row, starts[shard + 1]), parameter))
-            header = {"op": "rows", "table": table.version, "shard": shard, "name": parameter.name}
-            header |= {"start": rows.start - starts[shard], "stop": rows.stop - starts[shard]}
-            server = table.holders[shard][0]
-            try:
-                answer, buffers = self._server(server).request(header)
-            except PeerLostError:
-                self._handle_loss(server)
-                continue
-            if "stale" in answer:
-                self._follow_change()
-                continue
-            for keys, tensor in unpack_tensors(answer["tensors"], buffers):
-                key = keys["field"]
-                if not tensor.ndim:
-                    found[key] = tensor
+            row = 0
+            while row < parameter.rows:
+                table = self._require_table()
+                starts = table.starts(parameter)
+                shard = bisect.bisect_right(starts, row) - 1
+                rows = next(row_pieces(range(row, starts[shard + 1]), parameter))
+                header = {"op": "rows", "table": table.version, "shard": shard, "name": parameter.name}
+                header |= {"start": rows.start - starts[shard], "stop": rows.stop - starts[shard]}
+                server = table.holders[shard][0]
+                try:
+                    answer, buffers = self._server(server).request(header)
+                except PeerLostError:
+                    self._handle_loss(server)
                     continue
-                if key not in found:
-                    found[key] = tensor.new_zeros(parameter.rows, *tensor.shape[1:])
-                found[key][rows.start : rows.stop] = tensor
-            row = rows.stop
-            self._note_success()
-            self._show_life()
-        return found
+                if "stale" in answer:
+                    self._follow_change()
+                    continue
+                tensors = unpack_tensors(answer["tensors"], buffers)
+                yield parameter, rows, {keys["field"]: tensor for keys, tensor in tensors}
+                row = rows.stop
+                self._note_success()
+                self._show_life()
 
     def resume(self, pause_step: int, outcome: str = "") -> None:
         self._ask("resume", pause_step=pause_step, outcome=outcome)

@@ -6,7 +6,7 @@ Neither imports the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -170,8 +170,11 @@ class ParameterServers(Protocol):
     def finish(self, contribution: StepContribution) -> None:
         """Wait until the servers have applied the step; the last push is repeated where a server is lost."""
 
-    def fetch(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]], ServerPosition]:
-        """Return all weights and the optimizer's state, as of `load`; only within a pause."""
+    def fetch(self) -> Iterator[tuple[ServedParameter, range, dict[str, Any]]]:
+        """Yield (parameter, rows, their tensors) of all parameters, part by part; only within a pause.
+
+        Tensors are `weight`, (rows, width), the optimizer's state by kind, as large or (rows,), and `step`.
+        """
 
     def resume(self, pause_step: int, outcome: str = "") -> None:
         """End a pause: until which step the workers go on, or with which outcome the run ends."""

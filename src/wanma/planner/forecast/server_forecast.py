@@ -76,7 +76,7 @@ def step_plan(problem: PlanningProblem, plan: Plan) -> Plan:
 
 
 def chief_memory(problem: PlanningProblem, plan: Plan, worker: Forecast) -> Forecast:
-    """Return the memory of worker 0, which in a pause holds the whole model and its optimizer state twice.
+    """Return the memory of worker 0: it holds the whole model and optimizer state, and copies them to save.
 
     Args:
         worker: memory of one process that trains the dense part alone.
@@ -89,7 +89,7 @@ def chief_memory(problem: PlanningProblem, plan: Plan, worker: Forecast) -> Fore
         parameters_bytes=int(worker.parameters_bytes + rows + parameters),
         gradients_bytes=int(worker.gradients_bytes + rows),
         optimizer_bytes=int(whole - parameters),
-        buffers_bytes=int(worker.buffers_bytes + _received_bytes(plan, amounts)),
+        buffers_bytes=int(worker.buffers_bytes + _buffer_bytes(plan, amounts)),
         servers=ServerForecast(
             problem.job.servers.count,
             int(_server_memory(problem, plan, amounts)),
@@ -176,8 +176,8 @@ def server_memory_error(problem: PlanningProblem, plan: Plan, forecast: Forecast
     nodes = job.cluster.nodes
     needed = math.ceil(servers.count / nodes) * servers.memory_bytes
     if plan.device == "cpu":
-        amounts = _amounts(problem, plan)  # other workers hold no whole model, and receive none
-        own = _ELEMENT_BYTES * (amounts.held - amounts.pulled) + _received_bytes(plan, amounts)
+        amounts = _amounts(problem, plan)  # other workers hold no whole model, and save none
+        own = _ELEMENT_BYTES * (amounts.held - amounts.pulled) + _buffer_bytes(plan, amounts)
         others = plan.world_size // nodes - 1
         needed += int(forecast.memory_bytes + others * (forecast.memory_bytes - own))
     if needed <= node.memory_bytes * USABLE_HOST_MEMORY_SHARE:
@@ -214,8 +214,8 @@ def _amounts(problem: PlanningProblem, plan: Plan) -> _Amounts:
     )
 
 
-def _received_bytes(plan: Plan, amounts: _Amounts) -> float:
-    """Return the bytes that worker 0 receives at once: for a step, or for a save of all state."""
+def _buffer_bytes(plan: Plan, amounts: _Amounts) -> float:
+    """Return the bytes of worker 0 beside these: received for a step, or the copy that a save writes."""
     return _ELEMENT_BYTES * max(amounts.pulled, amounts.held) if plan.device == "cpu" else 0.0
 
 

@@ -7,7 +7,7 @@ Between pauses only the servers have the newest parameters.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -265,7 +265,9 @@ class Chief:
             result = resume(state, *arguments, data=data)
             self._is_loaded = position.is_loaded and self._can_go_on(state, position.step)
             if self._is_loaded:  # the servers are ahead of the newest checkpoint
-                self._take_state(state, position)
+                self._take_state(state)
+                state.step = position.step
+                state.samples = samples_consumed_before(self._job.train, position.step)
             return result
 
         parallel = parallelize(spec, plan, mesh, request.job.train.seed)
@@ -353,11 +355,11 @@ class Chief:
         """Validate and save with the parameters of the servers, and let the workers go on."""
         trainer, train = self.trainer, self._job.train
         state = trainer.state
-        self._take_state(state, None)
+        self._take_state(state)
         is_interrupted = is_drain_requested or state.step != self._pause_step
         if self._last is not None:
             totals = replace(_totals(self._last), is_drain_requested=is_drain_requested)
-            run_step_tasks(trainer, totals, self._validate)
+            run_step_tasks(trainer, totals, self._validate, keeps_last_state=True)
         elif state.step > 0:
             trainer.save()
         self._last = None
@@ -394,22 +396,21 @@ class Chief:
         stops = [(step // interval + 1) * interval for interval in intervals if interval]
         return min([train.steps, *stops])
 
-    def _take_state(self, state: TrainingState, position: ServerPosition | None) -> None:
-        """Copy the servers' parameters and optimizer state into the chief's."""
-        weights, kinds, current = self._servers.fetch()
-        for name, parameter in state.parallel_model.named_parameters():
-            local_tensor(parameter).detach().copy_(weights[name])
-        kinds.pop("step", None)
-        optimizer = state.named_optimizer
-        optimizer.update_count = current.updates
-        optimizer.allocate_state({f"{name}.{kind}" for kind, by_name in kinds.items() for name in by_name})
-        for kind, by_name in optimizer.state_by_kind().items():
-            for name, tensor in by_name.items():
-                local_tensor(tensor).copy_(kinds[kind][name])
-        optimizer.update_count = current.updates
-        if position is not None:
-            state.step = position.step
-            state.samples = samples_consumed_before(self._job.train, position.step)
+    def _take_state(self, state: TrainingState) -> None:
+        """Copy the servers' parameters and optimizer state into the chief's, part by part."""
+        optimizer, updates = state.named_optimizer, self._servers.join().updates
+        weights = dict(state.parallel_model.named_parameters())
+        with_state = {name for by_name in optimizer.state_by_kind().values() for name in by_name}
+        if updates and (missing := weights.keys() - with_state):  # an update gives state to all
+            optimizer.allocate_state(f"{name}.state" for name in missing)
+        optimizer.update_count = updates
+        own: Mapping[str, Mapping[str, Tensor]] = {"weight": weights, **optimizer.state_by_kind()}
+        for parameter, rows, tensors in self._servers.fetch():
+            for kind in tensors.keys() - {"step"}:
+                target = local_tensor(own[kind][parameter.name]).detach()
+                if target.ndim:
+                    target = target[rows.start : rows.stop]
+                target.copy_(tensors[kind].reshape(target.shape))
 
 
 class ChiefTrainer(Trainer):
