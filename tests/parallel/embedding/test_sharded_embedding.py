@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from support.compare import same_numbers
 from support.ranks import Outcome, run_here, run_job
+from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.embedding import native_rows
+from wanma.job.run.worker import WorkerContext
+from wanma.models.recommender.embedding_tables import EmbeddingTables
+from wanma.parallel.embedding import native_rows, table_layout
+from wanma.parallel.embedding.sharded_embedding import shard_embeddings
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 
 SHARDINGS: dict[str, dict[str, Any]] = {
     "row_wise": {"embedding": "row_wise"},
@@ -31,6 +37,7 @@ LAYOUTS: dict[str, Plan] = {
     "HSDP": Plan(dp_replicate=2, dp_shard=2, shard="parameters"),
 }
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+PAIRS = ("two_tower", "matrix_factorization")
 DEFAULT_CASES = {
     ("row_wise", "2", "adagrad"),
     ("table_wise", "3", "adam"),
@@ -177,14 +184,48 @@ def test_an_incremental_checkpoint_goes_on_under_another_placement(tmp_path: Pat
     assert [step for step in range(1, 5) if list(folder.glob(f"checkpoints/step-*{step}/base-*"))] == [2]
 
 
-@pytest.mark.parametrize("kind", ["two_tower", "matrix_factorization"])
-def test_single_ids_of_candidates_are_looked_up_too(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sharding", "layout"),
+    [
+        case if case[1:] == ("row_wise", "2") else pytest.param(*case, marks=pytest.mark.full)
+        for case in ((k, s, layout) for k in PAIRS for s in SHARDINGS if s != "mixed" for layout in "1234")
+    ],
+)
+def test_single_ids_of_candidates_are_looked_up_too(
+    kind: str, sharding: str, layout: str, tmp_path: Path
+) -> None:
     text = job(tmp_path, "adagrad")
     text["model"] = {"family": "recommender", "kind": kind, "recommender": {"embedding": 6}}
     text["data"] |= {"kind": "interactions", "columns": {}}
     text["data"]["interactions"] = {"target": "click", "negatives": 3}
     one = run_here(tmp_path / "one", text, placed("1", "row_wise", micro_batch=9))
-    same_numbers(one, run_job(tmp_path / "two", text, placed("2", "row_wise", micro_batch=5)), 1e-9)
+    same_numbers(one, run_job(tmp_path / "two", text, placed(layout, sharding)), 1e-9)
+
+
+def test_vectors_over_gloo_have_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """Ranks of one host use shared memory by default; those of several, Gloo."""
+    one = reference(tmp_path / "one", "adam")
+    text = {**job(tmp_path / "other", "adam"), "parallel": {"collectives": "gloo"}}
+    same_numbers(one, run_job(tmp_path / "other", text, placed("3", "mixed")), 1e-9)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_an_id_outside_of_its_table_is_one_error_with_rank_row_and_table(
+    bad: int, is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(table_layout, "rows_library", lambda *_: None)
+    with torch.device("meta"):
+        tables = EmbeddingTables({"user": 20, "item": 9}, 4)
+    worker, plan = WorkerContext.single_process(tmp_path), Plan(embedding="row_wise", micro_batch=3)
+    with open_mesh(worker, plan, hang_timeout_seconds=60) as mesh:
+        (embedding,) = shard_embeddings(nn.ModuleDict({"embeddings": tables}), mesh)
+        embedding.allocate(torch.device("cpu"))
+        ids = {"user": torch.tensor([19, 9, 0]), "item": torch.tensor([8, 3, bad])}
+        offsets = {f"{name}.offsets": torch.arange(3) for name in ids}
+        with pytest.raises(WanmaError, match=rf"rank 0: id {bad} in row 2 .*'item', which has 9 rows"):
+            tables({**ids, **offsets})
 
 
 def test_compiled_code_in_fp32_has_the_numbers_of_torch_in_fp64(tmp_path: Path) -> None:
