@@ -13,7 +13,7 @@ Accumulation, sharding, clipping, the schedule, validation, records, checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -51,19 +51,16 @@ from wanma.training.checks.lone_samples import has_single_sample_micro_batches, 
 from wanma.training.checks.loss_dependence import SampleDependenceCheck
 from wanma.training.checks.sample_coupling import UserCode, is_batch_split, refuse_sample_coupling
 from wanma.training.loop.data_position import seek_data
+from wanma.training.loop.session_validation import LossesFunction, SessionValidation
 from wanma.training.loop.training_loop import run_step_tasks
 from wanma.training.loop.training_loop import validate as validate_with
 from wanma.training.loss.target_counting import Losses, TargetCounter
 from wanma.training.loss.transformers_labels import default_per_target_losses
-from wanma.training.loss.validation_metrics import ReportedMetrics, ValidationResult, split_metrics
 from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
 from wanma.training.run.data_parts import join_data_parts
 from wanma.training.run.shared_reading import share_reading
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note
-
-LossesFunction = Callable[[Batch], ValidationResult]
-"""User's forward pass: a function from a batch to its losses, in validation perhaps with metrics."""
 
 
 class Session:
@@ -207,14 +204,20 @@ class Session:
             trainer.message(data.bad_data_note, "warning")
         self._saved_step = trainer.state.step
         if validate is not None:
-            losses = partial(self._validation_losses, trainer, validate)
-            refuse_sample_coupling(trainer, data, UserCode(losses), self._gatherer)
+            validation = SessionValidation(trainer, validate, self._target_counter)
+            refuse_sample_coupling(trainer, data, UserCode(validation.losses), self._gatherer)
+            self._run_validation = partial(
+                validate_with,
+                trainer,
+                data,
+                validation.evaluate,
+                self._gatherer,
+                lambda: validation.metrics.names,
+            )
         if is_batch_split(trainer):
             CarriedStateCheck(trainer, self._gatherer, self._samples)
         self._sample_dependence_check = SampleDependenceCheck(trainer, self._gatherer)
         self._has_single_sample_micro_batches = has_single_sample_micro_batches(trainer)
-        if validate is not None:
-            self._run_validation = self._validation_function(trainer, data, validate)
         self._iteration = self._batches(trainer, data)
         return self._iteration
 
@@ -414,56 +417,6 @@ class Session:
         if self._loader is not None:
             self._loader.switch_plan(trainer.plan)
         self._is_drain_requested = agreement.is_drain_requested
-
-    def _validation_function(
-        self, trainer: Trainer, data: BatchedDataset, losses_of: LossesFunction
-    ) -> Callable[[], float | None]:
-        """Return the validation function over the user's own forward pass."""
-        metrics = ReportedMetrics()
-
-        def evaluate(batches: Iterable[Batch]) -> tuple[Tensor, ...]:
-            loss_sum, targets = self._zero_scalar(), self._zero_scalar()
-            metrics.reset()
-            with torch.no_grad():
-                for batch in batches:
-                    of_batch, number = self._validation_losses(
-                        trainer, losses_of, batch.to(self.device), metrics
-                    )
-                    loss_sum += of_batch
-                    targets += number
-            trainer.state.parallel_model.reshard()
-            trainer.state.parallel_model.wait_until_weights_unused()
-            return (
-                loss_sum,
-                targets,
-                *metrics.sums(self.device, contributes=self.parallel_mesh.contributes_loss),
-            )
-
-        return partial(validate_with, trainer, data, evaluate, self._gatherer, lambda: metrics.names)
-
-    def _validation_losses(
-        self,
-        trainer: Trainer,
-        losses_of: LossesFunction,
-        batch: Batch,
-        metrics: ReportedMetrics | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (sum of the losses, number of targets) of a batch, by the user's own forward pass.
-
-        Args:
-            trainer: this rank's run.
-            losses_of: user's forward pass.
-            batch: batch of samples.
-            metrics: sums of the metrics to which those of the batch are added.
-        """
-        draws, module = trainer.state.parallel_model.random_draws, trainer.state.parallel_model.module
-        with draws.forward(module, batch.samples) as forward:
-            losses, values = split_metrics(losses_of(batch))
-            sums = self._target_counter(losses, batch)
-            if metrics is not None:
-                metrics.add(values, batch.rows, batch.real)
-            forward.end_forward()
-        return sums
 
     def _zero_scalar(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
