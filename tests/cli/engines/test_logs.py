@@ -155,3 +155,27 @@ def test_a_pattern_is_sought_in_whole_lines(
     monkeypatch.chdir(tmp_path)
     assert main(["logs", "gpt", "-f", "--rank", "0", "--grep", "norm"]) == 0
     assert capsys.readouterr().out == "loss 1.0, norm 2.0\n"
+
+
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        pytest.param(["newest\n", "newest\nstep 1\n"], id="shorter at first"),
+        pytest.param(["the newest start\nstep 1\n"], id="longer"),
+    ],
+)
+def test_the_log_of_a_run_that_another_host_resumed_is_followed_from_its_beginning(
+    resumed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path)
+    texts = ["an earlier start\n", *resumed]
+
+    def statuses(runs: Any) -> tuple[dict[Path, RunStatus], list[str]]:
+        run.rank_log(0).write_text(texts.pop(0))
+        return {runs[0].path: RunStatus("running" if texts else "finished", None, "", (), ())}, []
+
+    monkeypatch.setattr(control, "run_statuses", statuses)
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "gpt", "-f"]) == 0
+    assert capsys.readouterr().out == "an earlier start\n" + resumed[-1]

@@ -98,6 +98,15 @@ def test_a_file_that_was_written_anew_is_sent_as_a_whole(folders, monkeypatch) -
     assert (here / "metrics.jsonl").read_text() == '{"step": 7}\n{"step": 8}\n'
 
 
+def test_the_empty_log_of_a_new_start_replaces_that_of_an_earlier_one(folders, monkeypatch) -> None:
+    there, here = folders
+    _store({host("a"): ask(there, _known(here), monkeypatch)}, OWNER, here)
+    (there / "engine" / "output-0.log").write_text("")
+    _store({host("a"): ask(there, _known(here), monkeypatch)}, OWNER, here)
+    assert (here / "engine" / "output-0.log").read_text() == ""
+    assert ask(there, _known(here), monkeypatch).value["files"] == []
+
+
 def test_a_long_file_comes_in_several_answers(folders, monkeypatch) -> None:
     there, here = folders
     monkeypatch.setattr(host_files, "MOST_BYTES", 10)

@@ -19,6 +19,7 @@ from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.console import Console
 from wanma.observe.console.opening import open_console
 from wanma.observe.console.record_follower import RecordFollower
+from wanma.report.log_position import LogPosition
 from wanma.report.run_report import read_report
 from wanma.report.script_run import read_script_run
 
@@ -49,7 +50,7 @@ class OutputFollower:
     """
 
     def __init__(self, record: EngineRecord, engine: Engine) -> None:
-        self._record, self._engine, self._offsets = record, engine, dict[Path, int]()
+        self._record, self._engine, self._positions = record, engine, dict[Path, LogPosition]()
 
     def read(self) -> list[Event]:
         """Return the new lines."""
@@ -57,10 +58,11 @@ class OutputFollower:
         self._record = _newest_record(self._record)
         for path in self._engine.log_files(self._record.handle):
             with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
+                self._positions.get(path, LogPosition()).seek(file)
+                begin = file.tell()
                 block = file.read()
-            complete = block[: block.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(complete)
+                complete = block[: block.rfind(b"\n") + 1]
+                self._positions[path] = LogPosition.at(file, begin + len(complete))
             lines = complete.decode(errors="replace").splitlines()
             events += [{"kind": "message", "level": "info", "text": line} for line in lines]
         return events

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from wanma.cli.arguments import add_run_arguments, parse_integers, resolve_run
 from wanma.job.errors import JobError, WanmaError
+from wanma.report.log_position import LogPosition
 
 if TYPE_CHECKING:
     from wanma.report.log_times import LogPiece
@@ -49,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     run = resolve_run(arguments, allow_scripts=True)
     pattern, since = _options(arguments)
     printer = _LinePrinter(pattern, is_named=arguments.rank is not None and len(arguments.rank) > 1)
-    offsets: dict[Path, int] = {}
     known_problems: list[str] = []
     problem, no_output, state, fetches = "", "", None, 0
     while True:
@@ -77,11 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
             if error.message != no_output:
                 print(f"{error.message}; waiting", file=sys.stderr)
             files, no_output = [], error.message
-        pieces = [LogPiece(path, offsets.get(path, 0), None) for path in files]
-        if files and not offsets and arguments.rank is not None:
+        pieces = [LogPiece(path, 0, None) for path in files]
+        if files and not printer.positions and arguments.rank is not None:
             pieces = log_pieces(run, arguments.rank, since)
         for piece in pieces:
-            offsets[piece.path] = printer.print_piece(piece, offsets.get(piece.path), is_last=is_over)
+            printer.print_piece(piece, is_last=is_over)
         if is_over:
             return 0
         time.sleep(POLL_SECONDS)
@@ -115,32 +115,30 @@ class _LinePrinter:
     def __init__(self, pattern: re.Pattern[str] | None, *, is_named: bool) -> None:
         self._pattern, self._is_named = pattern, is_named
         self._prints_parts = pattern is None and not is_named
+        self.positions: dict[Path, LogPosition] = {}
+        """Position in each log of the first byte that was not printed."""
 
-    def print_piece(self, piece: LogPiece, offset: int | None, *, is_last: bool) -> int:
-        """Print the lines that begin in a piece of a log.
+    def print_piece(self, piece: LogPiece, *, is_last: bool) -> None:
+        """Print the lines that begin in a piece of a log, and were not printed.
 
         Args:
-            offset: offset of the first byte that was not printed; None: none was.
             is_last: True if nothing is printed later: then also a line that has no end.
-
-        Returns:
-            that offset afterwards.
         """
         with piece.path.open("rb") as file:
-            if offset is not None:
-                file.seek(offset)
+            if (printed := self.positions.get(piece.path)) is not None:
+                printed.seek(file)
             elif piece.begin:  # which may be in the middle of a line
                 file.seek(piece.begin - 1)
                 file.readline()
-            position = file.tell()
-            while (piece.end is None or position < piece.end) and (line := file.readline()):
+            offset = file.tell()
+            while (piece.end is None or offset < piece.end) and (line := file.readline()):
                 is_whole = line.endswith(b"\n")
                 if not (is_whole or self._prints_parts or is_last):
                     break
                 self._print(piece.path.stem, line.decode(errors="replace"), is_whole=is_whole)
-                position = file.tell()
+                offset = file.tell()
+            self.positions[piece.path] = LogPosition.at(file, offset)
         sys.stdout.flush()
-        return position
 
     def _print(self, name: str, line: str, *, is_whole: bool) -> None:
         if self._pattern is None or self._pattern.search(line):

@@ -161,7 +161,8 @@ def _records(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
     total = 0
     for name in sorted(record_names(request["folder"], request["only_logs"])):
         path = os.path.join(request["folder"], name)
-        offset, digest = request["known"].get(name, [0, ""])
+        held, digest = request["known"].get(name, [None, ""])
+        offset = held or 0
         try:
             status = os.stat(path)
             size, times[name] = status.st_size, status.st_mtime
@@ -172,7 +173,7 @@ def _records(request: Dict[str, Any], reply: Callable[[Any], None]) -> int:
                 offset = 0  # written anew
         except FileNotFoundError:
             continue
-        if size > offset or (not size and name not in request["known"]):
+        if size > offset or (not size and held != 0):
             size = min(size, offset + MOST_BYTES - total)
             files.append([name, offset, size - offset])
             total += size - offset
