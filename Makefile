@@ -4,6 +4,7 @@
 # make test-ci        tests as continuous integration runs them: a share of the grids, failures repeated alone, a verdict
 # make ci      .ci/run in a fresh clone of HEAD, as continuous integration runs it; what it leaves is in build/ci
 # make ci-fast the part of it that takes ten minutes: checks, pure tests, tests that the commits since the last green run touch
+#              its environments stay in build/ci-fast
 # make test-changed   tests that a change since main touches; SINCE=HEAD for what is not committed
 # make test-versions  the tests of every day with the oldest and newest versions; ENVIRONMENTS=folder
 # make check   lint, format, types

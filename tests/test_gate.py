@@ -17,6 +17,7 @@ from support.gate import environments, scratch
 from support.gate.order import is_pure, place_of, unit_of
 from support.gate.records import Record, is_drawn, read_records
 from support.gate.verdict import MOST_FLAKY, MOST_LINES, Failure, Verdict, reason_against_repeat
+from support.git import git, repository, write
 from support.slowness import VARIABLE, patient
 
 HERE = Path(__file__).parent
@@ -287,3 +288,54 @@ def test_a_limit_is_longer_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert patient(5) == 13
     monkeypatch.setenv(VARIABLE, "1.0")
     assert patient(5) == 5
+
+
+def test_the_fast_form_keeps_its_environment_and_tests_what_is_committed(tmp_path: Path) -> None:
+    makefile = """\
+setup: .venv/.ready
+.venv/.ready: constraints.txt
+\t@mkdir -p .venv/bin && echo 'echo peers' > .venv/bin/python && chmod +x .venv/bin/python
+\t@echo ready >> .venv/made && touch $@
+peers:
+\t@touch .venv-peers
+"""
+    run = """\
+mkdir -p build/ci && touch rest
+cat .venv/made version > build/ci/verdict
+ls -A > build/ci/files
+"""
+    top = repository(
+        tmp_path / "top",
+        {
+            ".ci/in-a-clone": (HERE.parent / ".ci" / "in-a-clone").read_text(),
+            ".ci/run": run,
+            ".gitignore": "/.venv*\n/build/\n",
+            "Makefile": makefile,
+            "constraints.txt": "",
+            "version": "1\n",
+        },
+    )
+    clone = top / "build" / "ci-fast" / "main"
+    write(top, {".venv/.ready": "", ".venv/bin/tool": f"#!{top}/.venv/bin/python\n", ".venv/here": ""})
+
+    def tested(files: dict[str, str]) -> list[str]:
+        """Commit the files and run the fast form; what its `.ci/run` finds."""
+        write(top, files)
+        git(top, "commit", "-q", "-a", "-m", "next")
+        write(top, {"version": "not committed\n"})
+        command = ["bash", ".ci/in-a-clone", "fast", "HEAD~1"]
+        ran = subprocess.run(command, cwd=top, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        found = {*(top / "build" / "ci" / "files").read_text().split()}
+        tracked = {".ci", ".gitignore", "Makefile", "constraints.txt", "version"}
+        assert found == {*tracked, ".git", ".venv", ".venv-peers", "build", "rest"}
+        return (top / "build" / "ci" / "verdict").read_text().split()
+
+    assert tested({"version": "2\n"}) == ["ready", "2"]
+    assert (clone / ".venv" / "here").exists(), "it begins as a copy of the environment here"
+    assert (clone / ".venv" / "bin" / "tool").read_text() == f"#!{clone}/.venv/bin/python\n"
+    assert (top / ".venv" / "bin" / "tool").read_text() == f"#!{top}/.venv/bin/python\n"
+    assert not (top / ".venv" / "made").exists()
+    write(clone, {"of-the-run-before": "", "version": "of the run before\n"})
+    assert tested({"version": "3\n"}) == ["ready", "3"]
+    assert tested({"version": "4\n", "constraints.txt": "torch==2\n"}) == ["ready", "ready", "4"]
