@@ -80,7 +80,7 @@ class StepData:
         self._new_bad_samples = 0
         """Samples of this rank that cannot be read, since the last exchange."""
         self._bad_samples = 0
-        """Those of all ranks so far."""
+        """Bad samples of all ranks so far."""
         self._bad_places: set[str] = set()
         self._gathered_count = 0
         """Sum over the ranks of their different bad samples when these were last joined."""
