@@ -311,6 +311,7 @@ def main() -> None:
     """Run a server: settings come as one line of JSON on standard input, whose end ends the process."""
     settings = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as in the workers; the threads of its connections have it from here
     server = ParameterServer(settings["number"], base64.b64decode(settings["secret"]), settings["host"])
     with contextlib.suppress(OSError):  # the disk of the log may be full
         sys.stderr.write(f"parameter server {settings['number']}, process {os.getpid()}\n")

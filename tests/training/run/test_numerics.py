@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,3 +38,25 @@ def test_vector_math_is_first_called_on_one_element_in_both_precisions() -> None
         (name, dtype, 1) for name in VECTOR_MATH_OPERATORS for dtype in (torch.float32, torch.float64)
     }
     assert expected <= calls.seen.keys()
+
+
+COUNT_DENORMALS = """
+import torch
+from wanma.training.run.numerics import flush_denormals
+
+torch.set_num_threads(2)
+flush_denormals()
+weight = torch.full((1_000_000,), 1e-30, requires_grad=True)
+(weight * 1e-10).sum().backward(torch.tensor(1e-30))
+print(int((weight.detach() * 1e-10).count_nonzero()), int(weight.grad.count_nonzero()))
+"""
+
+
+@pytest.mark.skipif(
+    not torch.set_flush_denormal(False), reason="the processor computes with denormal numbers"
+)
+def test_denormal_numbers_are_zero_in_all_threads_forward_and_backward() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", COUNT_DENORMALS], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["0", "0"]
