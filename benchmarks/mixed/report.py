@@ -109,7 +109,7 @@ def _speeds(piece: Piece) -> str:
         one["foreign_cpu"] for runs in piece["turns"].values() for run in runs for one in run["rounds"]
     ]
     most = max(foreign, default=0.0)
-    told = f"Beside it up to {most:.2f} CPUs did something else, in the worst second of a round.\n"
+    told = f"Beside it up to {most:.2f} CPUs did something else, in the mean of a round.\n"
     return f"{table(header, rows)}\n{told}"
 
 

@@ -85,7 +85,7 @@ class Block:
     steps: Mapping[str, float]
     """Steps that each of `times` made in it, with the parts of steps at its ends."""
     foreign_cpu: float
-    """CPUs that other processes used meanwhile, at most in a turn."""
+    """CPUs that other processes used meanwhile, in the mean of the turns."""
 
 
 def blocks(
@@ -132,9 +132,10 @@ def steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
 
 
 def foreign_cpu(clocks: Sequence[OwnClock], edges: tuple[float, float], foreign: ForeignCpuBetween) -> float:
-    """Return the CPUs that others used between two times of the contenders' clocks, at most in a turn."""
-    turns = (turn for clock in clocks for turn in turns_between(clock, edges))
-    return max(foreign(began, ended) or 0.0 for began, ended in turns)
+    """Return the CPUs that others used between two times of the contenders' clocks, in the mean of turns."""
+    turns = [turn for clock in clocks for turn in turns_between(clock, edges)]
+    used = sum((foreign(began, ended) or 0.0) * (ended - began) for began, ended in turns)
+    return used / sum(ended - began for began, ended in turns)
 
 
 def turns_between(clock: OwnClock, edges: tuple[float, float]) -> Iterator[tuple[float, float]]:

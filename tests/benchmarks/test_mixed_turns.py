@@ -98,11 +98,12 @@ def test_a_clock_stands_still_while_the_other_contender_runs(turns):
 
     first, second = turns.blocks(clocks, ends, 1, 3.0, foreign)
     assert (first.steps, second.steps) == ({"ours": 1.5, "theirs": 0.75}, {"ours": 1.5, "theirs": 0.75})
-    assert (first.foreign_cpu, second.foreign_cpu) == (0.5, 0.5)
+    # 8 seconds of a turn with half a CPU beside it, of the 4 + 8 + 8 and the 8 + 8 seconds of their turns.
+    assert (first.foreign_cpu, second.foreign_cpu) == (4 / 20, 4 / 16)
     halves = turns.blocks(clocks, ends, 1, 1.0, foreign)
     assert [block.steps["ours"] for block in halves] == [0.5] * 7
     assert [block.steps["theirs"] for block in halves] == [0.25] * 7
-    assert [block.foreign_cpu for block in halves] == [0.0, 0.0, *[0.5] * 5]
+    assert [block.foreign_cpu for block in halves] == pytest.approx([0.0, 0.0, *[4 / 16] * 4, 4 / 12])
     assert turns.blocks(clocks, ends, 1, 9.0, foreign) == []
 
 
