@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from pathlib import Path
 
@@ -50,6 +52,29 @@ def test_a_bridge_without_an_answer_ends_at_the_deadline(
     monkeypatch.setattr(client, "CONNECT_SECONDS", 0.5)
     with pytest.raises(WanmaError, match="gave no answer"):
         RayClient("head:6379").ask("nodes")
+
+
+def test_a_process_with_many_open_files_gets_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge_program = tmp_path / "python"
+    bridge_program.write_text("#!/bin/sh\nwhile read -r question; do echo '{\"value\": 7}'; done\n")
+    bridge_program.chmod(0o755)
+    monkeypatch.setattr(client.sys, "executable", str(bridge_program))
+    monkeypatch.setattr(client, "missing_ray", lambda: None)
+    ray = RayClient("head:6379")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    opened = [os.dup(0)]
+    try:
+        while opened[-1] < 1024:
+            opened.append(os.dup(0))
+        assert ray.ask("nodes") == 7
+    finally:
+        ray._end()
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_groups_of_one_bundle_get_free_nodes_of_the_preferred_hosts() -> None:

@@ -7,13 +7,13 @@ import io
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
 
@@ -256,7 +256,7 @@ class CodeProcess:
         source = "\n" * block.line + block.text
         self._process.stdin.write(json.dumps([str(path), source]) + "\n")
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._done], [], [], TIMEOUT_SECONDS)
+        ready = wait([self._done], TIMEOUT_SECONDS)
         answer = os.read(self._done, 100).decode().strip() if ready else "not ended"
         if answer != "done":
             raise BlockError(f"{block.place}: {answer or 'the process ended'}\n{self._printed.read_text()}")

@@ -51,6 +51,7 @@ def _carry(ends: Sequence[int], seconds: float) -> None:
                 _, _, end, packet = heapq.heappop(waiting)
                 os.write(end, packet)
             timeout = max(waiting[0][0] - now, 0.0) if waiting else None
+            # Exact to a microsecond, poll only to a millisecond; the few descriptors are below 1,024.
             readable, _, _ = select.select(ends, [], [], timeout)
             for end in readable:
                 packet = os.read(end, PACKET_BYTES + 1_000)

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import importlib.util
 import json
-import select
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import wait
 from typing import Any
 
 from wanma.engines.engine import QUERY_SECONDS
@@ -80,7 +80,7 @@ class RayClient:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            if select.select([process.stdout], [], [], seconds)[0]:
+            if wait([process.stdout.fileno()], seconds):
                 line = process.stdout.readline()
         if not line:
             self._end()
