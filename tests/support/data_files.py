@@ -58,31 +58,30 @@ class LocalFile:
 
 
 class RemoteSource:
-    """Source that is no mapped file, as those of remote stores; it records its calls."""
+    """Source that is no mapped file, as those of remote stores."""
 
-    def __init__(self, source: ByteSource) -> None:
-        self.url, self.size, self.version = source.url, source.size, source.version
-        self.calls: list[list[tuple[int, int]]] = []
-        """Ranges of each call."""
-        self._source = source
+    def __init__(self, file: RemoteFile) -> None:
+        self.url, self.version = file.url, file.version
+        self._content, self._calls = file.path.read_bytes(), file.calls
+        self.size = len(self._content)
 
     def read(self, start: int, end: int) -> bytes | memoryview:
         return self.read_ranges([(start, end)])[0]
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        self.calls.append(list(ranges))
-        return [bytes(self._source.read(start, end)) for start, end in ranges]
+        self._calls.append(list(ranges))
+        return [self._content[start:end] for start, end in ranges]
 
 
 @dataclass(frozen=True)
 class RemoteFile(LocalFile):
-    """Local file that is read as a remote one."""
+    """Local file that is read as a remote one; it records the calls."""
 
-    opened: list[RemoteSource] = field(default_factory=list, compare=False)
+    calls: list[list[tuple[int, int]]] = field(default_factory=list, compare=False)
+    """Ranges of each call."""
 
     def open(self) -> ByteSource:
-        self.opened.append(RemoteSource(super().open()))
-        return self.opened[-1]
+        return RemoteSource(self)
 
 
 @dataclass(frozen=True)
