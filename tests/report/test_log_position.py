@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from wanma.report.log_position import LogPosition
+from wanma.report.log_position import BLOCK_BYTES, MATCH_BYTES, LogPosition
 
 LINES = "".join(f"step {number}\n" for number in range(1_000))
 
@@ -34,3 +36,26 @@ def test_what_was_not_read_is_read_once(tmp_path: Path, before: str, after: str,
     with log.open("rb") as file:
         position.seek(file)
         assert file.read().decode() == unread
+
+
+class _CountingLog(BytesIO):
+    """Log that counts the bytes that are read from it."""
+
+    bytes_read = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.bytes_read += len(data)
+        return data
+
+
+@pytest.mark.parametrize(
+    "unread", [0, 1, BLOCK_BYTES - MATCH_BYTES, BLOCK_BYTES - MATCH_BYTES + 1, BLOCK_BYTES, BLOCK_BYTES + 1]
+)
+def test_of_a_long_log_that_has_lost_lines_only_the_end_is_read(unread: int) -> None:
+    read = random.Random(0).randbytes(16 * BLOCK_BYTES)
+    position = LogPosition.at(BytesIO(read), len(read))
+    log = _CountingLog(read[1:] + bytes(unread))
+    position.seek(log)
+    assert log.tell() == len(read) - 1
+    assert log.bytes_read <= unread + 3 * BLOCK_BYTES

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import BinaryIO
 
 MATCH_BYTES = 4096
 """Most bytes before a position by which it is found again."""
+BLOCK_BYTES = 1 << 16
+"""Bytes of a log that are searched at a time."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,13 @@ class LogPosition:
         file.seek(self.offset - len(self.before))
         if file.read(len(self.before)) == self.before:
             return
+        end = file.seek(0, os.SEEK_END) if len(self.before) == MATCH_BYTES else 0
+        while end >= MATCH_BYTES:  # from the end: what follows the position is new, the rest may be long
+            begin = max(end - BLOCK_BYTES, 0)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(self.before)
+            if found >= 0:
+                file.seek(begin + found + MATCH_BYTES)
+                return
+            end = begin + MATCH_BYTES - 1 if begin else 0
         file.seek(0)
-        found = file.read().rfind(self.before) if len(self.before) == MATCH_BYTES else -1
-        file.seek(found + MATCH_BYTES if found >= 0 else 0)
