@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from wanma.report.components.axis import AxisScale, linear_range, log_range, tick_text
 from wanma.report.components.downsampling import downsample
 from wanma.report.components.heat_map import heat_map
-from wanma.report.components.line_chart import Chart, Series, chart_figure
+from wanma.report.components.line_chart import (
+    BOTTOM,
+    HALF_WIDTH,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    Chart,
+    Series,
+    chart_figure,
+)
 
 numbers = st.floats(-1e12, 1e12)
 
@@ -138,6 +147,29 @@ def test_a_logarithmic_axis_is_offered_where_it_helps() -> None:
     assert 'data-kind="log"' not in chart_figure(
         Chart("Loss", [Series("t", 1, [1, 2], [1.1, 1.0])], offers_log_scale=True)
     )
+
+
+@given(st.lists(st.floats(50, 100), min_size=1, max_size=40), st.floats(10, 200), st.booleans())
+def test_the_label_of_a_horizontal_line_covers_no_point(
+    values: list[float], limit: float, is_stacked: bool
+) -> None:
+    series = Series("rate", 1, list(range(len(values))), values)
+    lines = [("forecast 123.4 k", limit)]
+    drawn = chart_figure(Chart("Rate", [series], stacked=is_stacked, horizontal_lines=lines))
+    (text,) = re.findall(r'<text class="limit" x="(\S+)" y="(\S+)" text-anchor="end">', drawn)
+    right, baseline = map(float, text)
+    left, top, bottom = right - 6 * len(lines[0][0]), baseline - 9, baseline + 2
+    assert LEFT <= left < right <= HALF_WIDTH - RIGHT
+    assert 0 <= top < bottom <= HEIGHT - BOTTOM
+    for bar in re.findall(r'<rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"/>', drawn):
+        x, y, width, height = map(float, bar)
+        assert x + width < left or x > right or y > bottom or y + height < top
+    for line in re.findall(r'<polyline class="line c1" points="(.*?)"/>', drawn):
+        points = [complex(*map(float, point.split(","))) for point in line.split()]
+        for start, end in pairwise(points):
+            for part in range(101):
+                point = start + (end - start) * part / 100
+                assert not (left <= point.real <= right and top <= point.imag <= bottom)
 
 
 def test_a_slow_first_step_does_not_flatten_a_stacked_chart_and_is_mentioned() -> None:

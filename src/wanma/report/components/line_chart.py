@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from wanma.observe.units import number_text
 from wanma.report.components.axis import AxisScale, linear_range, log_range, tick_text
@@ -22,6 +23,12 @@ FULL_WIDTH, HALF_WIDTH = 1120, 548
 MAX_CHART_POINTS = 500
 MAX_MARKERS = 40
 """Number of points up to which each is drawn as a dot, or as a bar in a stacked chart."""
+LABEL_HEIGHT, CHARACTER_WIDTH = 13, 6.5
+"""Size in pixels of the label of a horizontal line; see `svg text` in page.css."""
+CLEARANCE = 3.0
+"""Pixels between such a label and the curves: the radius of a dot."""
+PIECE_WIDTH = 8.0
+"""Width in pixels of the pieces of a line whose boxes a label may not cover."""
 OUTLIER_FACTOR = 3.0
 """Multiple of the 95th percentile above which a stacked chart leaves a value out.
 
@@ -229,18 +236,87 @@ def _drawing(
             parts.append(_bars(line, x_scale, y_scale) if shows_markers else _area(line, x_scale, y_scale))
         else:
             parts.append(_line(line, x_scale, y_scale, shows_markers))
+    boxes = _drawn_boxes(chart, lines, x_scale, y_scale) if chart.horizontal_lines else []
     for name, value in chart.horizontal_lines:
         y = y_scale(value)
-        is_below_data = any(bucket.high >= value for line in lines for bucket in line.points)
-        # On the side where the line is not; of a stack, whose values add up, above.
-        label = y + 15 if is_below_data and not chart.stacked else y - 5
+        label = _place_label(name, y, chart.width - RIGHT - 4, boxes)
+        boxes.append(label)
         parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
         parts.append(
-            f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{label:.1f}" text-anchor="end">'
+            f'<text class="limit" x="{label.right:.1f}" y="{label.bottom - 3:.1f}" text-anchor="end">'
             f"{escape(name)}</text>"
         )
     parts.append('<path class="cursor" d=""/></svg>')
     return "".join(parts)
+
+
+class _Box(NamedTuple):
+    """Rectangle of a drawing, in pixels; `top` is at most `bottom`."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+def _drawn_boxes(
+    chart: Chart, lines: list[_DrawnSeries], x_scale: AxisScale, y_scale: AxisScale
+) -> list[_Box]:
+    """Return boxes that hold the horizontal lines, and the curves or the bars of a stack."""
+    right = chart.width - RIGHT
+    boxes = [_Box(LEFT, y_scale(value), right, y_scale(value)) for _, value in chart.horizontal_lines]
+    if chart.stacked:
+        top = lines[-1]
+        half = min((x_scale.end - x_scale.start) / len(top.points), 60) / 2
+        columns = [
+            (x_scale(bucket.center), y_scale(base + (bucket.mean if math.isfinite(bucket.mean) else 0.0)))
+            for bucket, base in zip(top.points, top.base, strict=True)
+        ]
+        return boxes + [_Box(x - half, max(y, TOP), x + half, HEIGHT - BOTTOM) for x, y in columns]
+    for line in lines:
+        buckets = [bucket for bucket in line.points if math.isfinite(bucket.mean)]
+        corners = [(x_scale(b.center), y_scale(b.high), y_scale(b.low)) for b in buckets]
+        ends = [*corners[1:], *corners[-1:]] if line.series.draws_line else corners
+        for start, end in zip(corners, ends, strict=True):
+            count = int(abs(end[0] - start[0]) / PIECE_WIDTH) + 1
+            cuts = [
+                [a + (b - a) * part / count for a, b in zip(start, end, strict=True)]
+                for part in range(count + 1)
+            ]
+            boxes += [
+                _Box(min(x, next_x), min(high, next_high), max(x, next_x), max(low, next_low))
+                for (x, high, low), (next_x, next_high, next_low) in pairwise(cuts)
+            ]
+    return boxes
+
+
+def _place_label(name: str, y: float, right: float, boxes: Sequence[_Box]) -> _Box:
+    """Return the place of the label of a horizontal line at height `y`, at most as far right as `right`.
+
+    It is the place nearest to the line that covers no box, or the one with the most room if each covers one.
+    """
+    width = CHARACTER_WIDTH * len(name)
+    rights = [right - (right - width - LEFT - 4) * part / 4 for part in range(5)]
+    tops = [
+        top
+        for distance in range(4, HEIGHT, 8)
+        for top in (max(y - distance - LABEL_HEIGHT, 3), min(y + distance, HEIGHT - BOTTOM - LABEL_HEIGHT))
+    ]
+    places = [_Box(end - width, top, end, top + LABEL_HEIGHT) for top in tops for end in rights]
+    free = (place for place in places if _room(place, boxes) >= CLEARANCE)
+    return next(free, None) or max(places, key=lambda place: _room(place, boxes))
+
+
+def _room(place: _Box, boxes: Sequence[_Box]) -> float:
+    """Return the pixels between a label and the nearest box above or below it; negative: it covers one."""
+    return min(
+        (
+            max(box.top - place.bottom, place.top - box.bottom)
+            for box in boxes
+            if box.left <= place.right + CLEARANCE and place.left - CLEARANCE <= box.right
+        ),
+        default=HEIGHT,
+    )
 
 
 def _line(line: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, has_markers: bool) -> str:
