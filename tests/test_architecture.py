@@ -119,6 +119,17 @@ def test_the_documented_table_is_the_one_that_is_held() -> None:
     assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == FLOORS
 
 
+def test_the_documented_sub_packages_are_those_of_the_source() -> None:
+    text = (SOURCE.parents[1] / "docs" / "design" / "floors.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE))
+    packages = {
+        room: {path.parent.name for path in (SOURCE / room).glob("*/__init__.py")}
+        for room in FLOORS
+        if (SOURCE / room).is_dir()
+    }
+    assert {room: set(re.findall(r"`(\w+)`", rows.get(room, ""))) for room in packages} == packages
+
+
 def test_a_room_imports_only_rooms_on_lower_floors() -> None:
     wrong = []
     for path in FILES:
