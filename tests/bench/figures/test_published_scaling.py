@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from support.scaling_results import record, result
-from wanma.bench.figures.scaling import find_scaling
+from wanma.bench.figures.scaling import find_scalings
 
 
 class Curve(NamedTuple):
@@ -65,8 +65,7 @@ mosaicml/llm-foundry, scripts/train/benchmarking/README.md."""
 def test_the_speedups_of_the_authors_are_recomputed(curve: Curve) -> None:
     batch = {ranks: 128 * ranks if curve.kind == "weak" else 1024 for ranks in curve.throughputs}
     records = [record(ranks, batch[ranks]) for ranks in curve.throughputs]
-    scaling = find_scaling(result(records, list(curve.throughputs.values())))
-    assert scaling is not None
+    (scaling,) = find_scalings(result(records, list(curve.throughputs.values())))
     assert scaling.kind == curve.kind
     rounding = 10**-curve.digits
     for row in scaling.rows:
@@ -82,16 +81,14 @@ def test_published_efficiencies_of_a_server_are_recomputed() -> None:
     """100 %, 100 %, 104.93 % and 99.56 % on 1, 2, 4 and 8 P100."""
     curve = CURVES["TensorFlow on a DGX-1"]
     records = [record(ranks, 64 * ranks) for ranks in curve.throughputs]
-    scaling = find_scaling(result(records, list(curve.throughputs.values())))
-    assert scaling is not None
+    (scaling,) = find_scalings(result(records, list(curve.throughputs.values())))
     efficiencies = [row.efficiency for row in scaling.rows]
     assert efficiencies == pytest.approx([1.0, 1.0, 1.0493, 0.9956], abs=5e-5)
 
 
 def test_weak_scaling_efficiency_is_the_quotient_of_published_utilizations() -> None:
     records = [record(ranks, 2 * ranks) for ranks in WEAK_13B]
-    scaling = find_scaling(result(records, [float(rate) for rate, _ in WEAK_13B.values()]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result(records, [float(rate) for rate, _ in WEAK_13B.values()]))
     assert scaling.kind == "weak"
     for row in scaling.rows:
         ratio = WEAK_13B[row.ranks][1] / WEAK_13B[8][1]
@@ -100,8 +97,7 @@ def test_weak_scaling_efficiency_is_the_quotient_of_published_utilizations() -> 
 
 def test_two_pods_of_palm_have_the_published_efficiency() -> None:
     """Twice 3,072 TPU v4: 1.95 times the throughput, "about 97 %" (Chowdhery et al. 2022, section 4)."""
-    scaling = find_scaling(result([record(3072, 1024), record(6144, 2048)], [1.0, 1.95]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result([record(3072, 1024), record(6144, 2048)], [1.0, 1.95]))
     assert scaling.kind == "weak"
     assert scaling.rows[1].efficiency == pytest.approx(0.975)
 
@@ -109,9 +105,7 @@ def test_two_pods_of_palm_have_the_published_efficiency() -> None:
 def test_efficiency_over_servers_and_over_devices_differ() -> None:
     """DLPerf with 8 loader processes: 96 % over 4 servers, and 42 % over 32 GPUs, of the same run."""
     rates = CURVES["DLPerf, 8 loader processes"].throughputs
-    over_servers = find_scaling(result([record(8, 1024), record(32, 4096)], [rates[8], rates[32]]))
-    over_devices = find_scaling(result([record(1, 128), record(32, 4096)], [rates[1], rates[32]]))
-    assert over_servers is not None
-    assert over_devices is not None
+    (over_servers,) = find_scalings(result([record(8, 1024), record(32, 4096)], [rates[8], rates[32]]))
+    (over_devices,) = find_scalings(result([record(1, 128), record(32, 4096)], [rates[1], rates[32]]))
     assert over_servers.rows[1].efficiency == pytest.approx(0.962, abs=5e-4)
     assert over_devices.rows[1].efficiency == pytest.approx(0.420, abs=5e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.scaling_results import record, result
-from wanma.bench.figures.scaling import find_scaling, find_scalings, find_server_scaling
+from wanma.bench.figures.scaling import find_scalings
 from wanma.bench.presentation.page import result_page
 from wanma.bench.results.directory import ResultDirectory
 from wanma.bench.results.result import ContenderRecord
@@ -18,8 +18,7 @@ from wanma.job.cluster import Cluster, NodeGroup
 
 def test_the_published_curve_of_four_servers_is_recomputed() -> None:
     """Speedup 3.5 on 4 servers: efficiency 0.875."""
-    scaling = find_scaling(result([record(4), record(1)], [350.0, 100.0]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result([record(4), record(1)], [350.0, 100.0]))
     assert (scaling.kind, scaling.unit) == ("strong", "GPUs")
     one, four = scaling.rows
     assert (one.ranks, one.speedup.median, one.efficiency) == (1, 1.0, 1.0)
@@ -31,15 +30,13 @@ def test_the_published_curve_of_four_servers_is_recomputed() -> None:
 
 
 def test_the_same_batch_per_rank_is_weak_scaling() -> None:
-    scaling = find_scaling(result([record(1, 8), record(2, 16)], [100.0, 180.0]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result([record(1, 8), record(2, 16)], [100.0, 180.0]))
     assert scaling.kind == "weak"
     assert scaling.rows[1].efficiency == pytest.approx(0.9)
 
 
 def test_on_cpus_the_devices_are_cores() -> None:
-    scaling = find_scaling(result([record(1, device="cpu"), record(2, device="cpu")], [100.0, 150.0]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result([record(1, device="cpu"), record(2, device="cpu")], [100.0, 150.0]))
     assert scaling.unit == "cores"
     assert [row.devices for row in scaling.rows] == [2, 4]
 
@@ -54,8 +51,7 @@ def cpu_record(ranks: int, threads: int) -> ContenderRecord:
 
 def test_threads_beyond_the_cores_are_no_devices() -> None:
     """4 ranks on 2 cores have 2 cores: the ideal is 2, and the row says so."""
-    scaling = find_scaling(result([cpu_record(one, 1) for one in (1, 2, 4)], [100.0, 190.0, 180.0]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result([cpu_record(one, 1) for one in (1, 2, 4)], [100.0, 190.0, 180.0]))
     assert [row.devices for row in scaling.rows] == [1, 2, 2]
     assert [row.ideal for row in scaling.rows] == [1.0, 2.0, 2.0]
     assert scaling.rows[2].efficiency == pytest.approx(0.9)
@@ -65,8 +61,7 @@ def test_threads_beyond_the_cores_are_no_devices() -> None:
 
 
 def test_unequal_threads_are_told() -> None:
-    scaling = find_scaling(result([cpu_record(1, 2), cpu_record(2, 1)], [100.0, 104.9]))
-    assert scaling is not None
+    (scaling,) = find_scalings(result([cpu_record(1, 2), cpu_record(2, 1)], [100.0, 104.9]))
     assert [row.ideal for row in scaling.rows] == [1.0, 1.0]
     assert "cluster.threads_per_rank" in scaling.note
 
@@ -87,8 +82,7 @@ def test_efficiency_over_servers_stands_beside_that_over_devices() -> None:
 
 def test_on_one_server_there_is_no_scaling_over_servers() -> None:
     found = result([record(1, cluster=nodes(1)), record(4, cluster=nodes(1))], [1.0, 3.0])
-    assert find_server_scaling(found) is None
-    assert len(find_scalings(found)) == 1
+    assert [one.unit for one in find_scalings(found)] == ["GPUs"]
 
 
 @pytest.mark.parametrize(
@@ -103,14 +97,49 @@ def test_on_one_server_there_is_no_scaling_over_servers() -> None:
     ids=["one", "another batch", "another setting", "the same ranks", "a command"],
 )
 def test_anything_else_is_no_scaling(records: list[ContenderRecord]) -> None:
-    assert find_scaling(result(records, [100.0] * len(records))) is None
+    assert find_scalings(result(records, [100.0] * len(records))) == []
+
+
+def named(name: str, ranks: int, batch: int = 8, precision: str = "fp32") -> ContenderRecord:
+    own = record(ranks, batch)
+    settings = {**own.settings, "train.precision": precision, "train.compile": "true"}
+    return replace(own, name=name, settings=settings)
+
+
+def test_each_precision_has_a_scaling_of_its_own() -> None:
+    records = [
+        named(f"{precision} {ranks}", ranks, precision=precision)
+        for precision in ("fp32", "bf16")
+        for ranks in (1, 2)
+    ]
+    found = result(records, [100.0, 190.0, 300.0, 450.0])
+    assert [(one.title, [row.contender for row in one.rows]) for one in find_scalings(found)] == [
+        ("Strong scaling: precision=fp32", ["fp32 1", "fp32 2"]),
+        ("Strong scaling: precision=bf16", ["bf16 1", "bf16 2"]),
+    ]
+    assert [one.rows[1].speedup.median for one in find_scalings(found)] == pytest.approx([1.9, 1.5])
+    assert "Strong scaling: precision=bf16" in result_page(found)
+
+
+def test_each_global_batch_has_a_scaling_of_its_own() -> None:
+    records = [named(f"{batch} on {ranks}", ranks, batch) for batch in (8, 16) for ranks in (1, 2)]
+    found = find_scalings(result(records, [100.0, 190.0, 110.0, 200.0]))
+    assert [one.title for one in found] == [
+        "Strong scaling: global_batch=8",
+        "Strong scaling: global_batch=16",
+    ]
+
+
+def test_a_contender_with_another_setting_leaves_the_scaling_of_the_others() -> None:
+    records = [record(1), record(2), named("bf16", 2, precision="bf16")]
+    (scaling,) = find_scalings(result(records, [100.0, 190.0, 300.0]))
+    assert [row.contender for row in scaling.rows] == ["1", "2"]
 
 
 def test_a_contender_without_a_common_round_has_no_speedup() -> None:
     found = result([record(1), record(2), record(4)], [100.0, 190.0, 350.0])
     found.values["2"]["samples_per_second"] = {77: 190.0}  # type: ignore[index]
-    scaling = find_scaling(found)
-    assert scaling is not None
+    (scaling,) = find_scalings(found)
     assert [row.ranks for row in scaling.rows] == [1, 4]
 
 

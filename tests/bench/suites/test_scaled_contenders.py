@@ -42,6 +42,10 @@ def test_each_rank_of_a_scaling_has_as_many_threads(tmp_path: Path) -> None:
     assert threads(tmp_path, "parallel.dp_replicate=1,16") == ["1", "1"], "beyond the cores: one"
 
 
+def test_each_precision_has_a_scaling_with_the_same_threads(tmp_path: Path) -> None:
+    assert threads(tmp_path, "parallel.dp_replicate=1,2,4", "train.precision=fp32,bf16") == ["2"] * 6
+
+
 def test_threads_of_the_user_stay(tmp_path: Path) -> None:
     over = "parallel.dp_replicate=1,2"
     assert threads(tmp_path, over, overrides=("cluster.threads_per_rank=3",)) == ["3", "3"]
@@ -52,11 +56,10 @@ def test_threads_of_the_user_stay(tmp_path: Path) -> None:
     "over",
     [
         ["train.precision=fp32,bf16"],
-        ["parallel.dp_replicate=1,2", "train.precision=fp32,bf16"],
         ["parallel.dp_replicate=1,2", "cluster.engine=ssh"],
         ["parallel.dp_replicate=2", "parallel.tp=1"],
     ],
-    ids=["the same ranks", "another setting", "another place", "one contender"],
+    ids=["the same ranks", "another place", "one contender"],
 )
 def test_other_contenders_keep_their_threads(tmp_path: Path, over: list[str]) -> None:
     assert set(threads(tmp_path, *over)) == {None}

@@ -9,9 +9,8 @@ servers it is the same arithmetic with servers in place of devices, of points th
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal
 
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
@@ -23,14 +22,16 @@ from wanma.job.plan.plan import Plan
 from wanma.observe.units import count_text
 
 THROUGHPUT = "samples_per_second"
+BATCH = "train.global_batch"
 SCALING_KEYS = frozenset(
     (
         *(f"parallel.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")),
         *("parallel.micro_batch", "parallel.shard"),
-        *("cluster.nodes", "cluster.threads_per_rank", "train.global_batch"),
+        *("cluster.nodes", "cluster.threads_per_rank", BATCH),
     )
 )
 """Settings in which contenders of one scaling may differ."""
+Unit = Literal["GPUs", "cores", "servers"]
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,17 @@ class Scaling:
     """Rows in the order of their devices."""
 
     kind: Literal["strong", "weak"]
-    unit: Literal["GPUs", "cores", "servers"]
+    unit: Unit
     rows: tuple[ScalingRow, ...]
     note: str = ""
     """Sentences on the cores of the rows: threads of a rank, and rows whose threads share cores."""
+    settings: str = ""
+    """Settings that all rows have and another scaling of the result has not, such as `precision=bf16`."""
 
     @property
     def title(self) -> str:
-        return f"{self.kind.capitalize()} scaling" + (" over servers" if self.unit == "servers" else "")
+        title = f"{self.kind.capitalize()} scaling" + (" over servers" if self.unit == "servers" else "")
+        return f"{title}: {self.settings}" if self.settings else title
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,9 @@ class _Point:
     def servers(self) -> int:
         return 1 if self.cluster is None else self.cluster.node_count
 
+    def amount(self, unit: Unit) -> int:
+        return self.servers if unit == "servers" else self.devices
+
     @property
     def forecast(self) -> float | None:
         """Throughput by the forecast, in samples per second."""
@@ -101,30 +108,33 @@ class _Point:
 
 
 def find_scalings(result: BenchmarkResult) -> list[Scaling]:
-    """Return the scaling of a result over devices, and that over servers if there are several."""
-    return [one for one in (find_scaling(result), find_server_scaling(result)) if one is not None]
+    """Return the scalings of a result, each over devices, and over servers if there are several.
 
-
-def find_scaling(result: BenchmarkResult) -> Scaling | None:
-    """Return the scaling of a result; None: it is not one job on different amounts of hardware."""
-    points = _points(result)
-    unit: Literal["GPUs", "cores"] = "GPUs"
-    if points and points[0].plan.device != "cuda":
-        unit = "cores"
-    return _scaling(result, points, unit, attrgetter("devices"))
-
-
-def find_server_scaling(result: BenchmarkResult) -> Scaling | None:
-    """Return the scaling over servers; None: all points have as many.
-
-    The first point is the one with the most devices on the fewest servers. The others have as many on each.
+    Contenders that differ in more than the amount of hardware, such as in precision, are a scaling for each
+    value of that. If they share neither the global batch nor the batch of a rank, they are one for each
+    global batch.
     """
-    points = _points(result)
-    if len({point.servers for point in points}) < 2:
-        return None
-    first = min(points, key=lambda point: (point.servers, -point.devices))
-    alike = [point for point in points if point.devices * first.servers == first.devices * point.servers]
-    return _scaling(result, alike, "servers", attrgetter("servers"))
+    groups: dict[tuple[tuple[str, Any], ...], list[_Point]] = {}
+    for point in _points(result):
+        groups.setdefault(other_settings(point.record.settings), []).append(point)
+    for settings, points in list(groups.items()):
+        if _kind(points) is None:
+            del groups[settings]
+            for point in points:
+                groups.setdefault((*settings, (BATCH, point.global_batch)), []).append(point)
+    shared = set(next(iter(groups), ())).intersection(*groups)
+    found = []
+    for settings, points in groups.items():
+        own = [f"{key.rpartition('.')[2]}={value}" for key, value in settings if (key, value) not in shared]
+        unit: Unit = "GPUs" if points[0].plan.device == "cuda" else "cores"
+        found.append(_scaling(result, points, unit, ", ".join(own)))
+        found.append(_scaling(result, _points_of_servers(points), "servers", ", ".join(own)))
+    return [one for one in found if one is not None]
+
+
+def other_settings(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of a contender that contenders of one scaling share."""
+    return tuple(sorted((key, value) for key, value in settings.items() if key not in SCALING_KEYS))
 
 
 def _points(result: BenchmarkResult) -> list[_Point]:
@@ -133,22 +143,25 @@ def _points(result: BenchmarkResult) -> list[_Point]:
     return sorted(points, key=lambda point: (point.devices, point.plan.world_size))
 
 
-def _scaling(
-    result: BenchmarkResult,
-    points: Sequence[_Point],
-    unit: Literal["GPUs", "cores", "servers"],
-    amount: Callable[[_Point], int],
-) -> Scaling | None:
+def _points_of_servers(points: Sequence[_Point]) -> list[_Point]:
+    """Return the points of a scaling over servers; empty: all have as many.
+
+    The first point is the one with the most devices on the fewest servers. The others have as many on each.
+    """
+    first = min(points, key=lambda point: (point.servers, -point.devices))
+    if all(point.servers == first.servers for point in points):
+        return []
+    return [point for point in points if point.devices * first.servers == first.devices * point.servers]
+
+
+def _scaling(result: BenchmarkResult, points: Sequence[_Point], unit: Unit, settings: str) -> Scaling | None:
+    """Return the scaling of points in the order of their devices; None: they are none."""
     points = [point for point in points if _common_rounds(result, points[0], point)]
-    if len(points) < 2 or len({point.plan.world_size for point in points}) < 2:
-        return None
-    if len({tuple(sorted(_other_settings(point.record).items())) for point in points}) > 1:
-        return None
     kind = _kind(points)
-    if kind is None:
+    if kind is None or len({point.plan.world_size for point in points}) < 2:
         return None
-    rows = tuple(_row(result, points[0], point, amount) for point in points)
-    return Scaling(kind, unit, rows, _cores_note(points) if unit == "cores" else "")
+    rows = tuple(_row(result, points[0], point, unit) for point in points)
+    return Scaling(kind, unit, rows, _cores_note(points) if unit == "cores" else "", settings)
 
 
 def _cores_note(points: Sequence[_Point]) -> str:
@@ -170,9 +183,7 @@ def _cores_note(points: Sequence[_Point]) -> str:
     return note
 
 
-def _row(
-    result: BenchmarkResult, first: _Point, point: _Point, amount: Callable[[_Point], int]
-) -> ScalingRow:
+def _row(result: BenchmarkResult, first: _Point, point: _Point, unit: Unit) -> ScalingRow:
     before, after = (result.values[one.record.name][THROUGHPUT] for one in (first, point))
     rounds = _common_rounds(result, first, point)
     if point is first:
@@ -185,9 +196,9 @@ def _row(
     return ScalingRow(
         point.record.name,
         point.plan.world_size,
-        amount(point),
+        point.amount(unit),
         speedup,
-        amount(point) / amount(first),
+        point.amount(unit) / first.amount(unit),
         None if forecasts[0] is None or forecasts[1] is None else forecasts[1] / forecasts[0],
     )
 
@@ -207,10 +218,6 @@ def _point(record: ContenderRecord) -> _Point | None:
         return _Point(record, plan, int(tomllib.loads(record.job)["train"]["global_batch"]), cluster)
     except (KeyError, TypeError, ValueError, JobError):
         return None
-
-
-def _other_settings(record: ContenderRecord) -> Mapping[str, Any]:
-    return {key: value for key, value in record.settings.items() if key not in SCALING_KEYS}
 
 
 def _kind(points: Sequence[_Point]) -> Literal["strong", "weak"] | None:

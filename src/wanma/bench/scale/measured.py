@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wanma.bench.figures.breakdown import part_names, step_breakdowns
-from wanma.bench.figures.scaling import THROUGHPUT, find_scaling
+from wanma.bench.figures.scaling import THROUGHPUT, find_scalings
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.scale.growth import Growth
 from wanma.bench.scale.published import study_published
@@ -42,8 +42,8 @@ def measured_points(
     result: BenchmarkResult, growth: Growth, ranks: Sequence[int]
 ) -> dict[int, MeasuredPoint]:
     """Return the measurements of a result by ranks."""
-    scaling = find_scaling(result)
-    speedups = {} if scaling is None else {row.contender: row.speedup for row in scaling.rows}
+    scalings = [one for one in find_scalings(result) if one.unit != "servers"]
+    speedups = {row.contender: row.speedup for one in scalings for row in one.rows}
     breakdowns = step_breakdowns(result)
     names = part_names(breakdowns)
     parts = {one.contender: {names[key]: seconds for key, seconds in one.parts.items()} for one in breakdowns}

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wanma.bench.figures.scaling import SCALING_KEYS
+from wanma.bench.figures.scaling import BATCH, other_settings
 from wanma.bench.programs.contender import Contender
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -16,36 +16,36 @@ from wanma.job.plan.plan import MESH_DIMS
 from wanma.job.sections.job import Job
 from wanma.observe.units import count_text
 
-BATCH = "train.global_batch"
 THREADS = "cluster.threads_per_rank"
 
 
 def with_equal_threads(contenders: Sequence[Contender], job_text: str) -> list[Contender]:
-    """Return contenders of a job with equal threads for each rank, if they are its scaling on this node.
+    """Return contenders of a job with equal threads for each rank, if they are scalings on this node.
 
-    Otherwise fewer ranks would have more cores each, and nothing would grow. Threads that the job or a
-    contender sets stay, and so do other contenders than those of a scaling.
+    Otherwise fewer ranks would have more cores each, and nothing would grow. Contenders that also differ in
+    other settings, such as the precision, are a scaling for each value of those, all with the same threads.
+    Threads that the job or a contender sets stay, and so do contenders of which one is of no scaling.
 
     Args:
         job_text: text of their job file; empty: they have none.
     """
     if len(contenders) < 2 or not job_text or any(one.kind != "job" for one in contenders):
         return list(contenders)
-    others = [{key: one.settings[key] for key in one.settings.keys() - SCALING_KEYS} for one in contenders]
     jobs = [to_job(tomllib.loads(job_text), one.overrides) for one in contenders]
     sections = [job.cluster for job in jobs]
     if (
-        any(other != others[0] for other in others)
-        or any(job.parallel.auto for job in jobs)
+        any(job.parallel.auto for job in jobs)
         or any(one.threads_per_rank is not None or one.device == "cuda" for one in sections)
         or any(one.engine != "local" or one.nodes != 1 for one in sections)
     ):
         return list(contenders)
-    ranks = {_ranks(job) for job in jobs}
+    ranks: dict[object, set[int]] = {}
+    for one, job in zip(contenders, jobs, strict=True):
+        ranks.setdefault(other_settings(one.settings), set()).add(_ranks(job))
     (node,) = discover_node().nodes
-    if len(ranks) < 2 or (node.devices and any(one.device != "cpu" for one in sections)):
+    if min(map(len, ranks.values())) < 2 or (node.devices and any(one.device != "cpu" for one in sections)):
         return list(contenders)
-    threads = str(equal_threads(node.cores, max(ranks)))
+    threads = str(equal_threads(node.cores, max(map(_ranks, jobs))))
     return [replace(one, settings={**one.settings, THREADS: threads}) for one in contenders]
 
 
