@@ -11,11 +11,23 @@ from support.peer_environments import PLACES, link_environments
 from wanma.bench.benchmark import new_directory, run_benchmark
 from wanma.bench.meter.disturbance import NO_LIMITS
 from wanma.bench.programs.python_environment import read_pins
-from wanma.bench.suites.suite_file import SHIPPED, find_suite
+from wanma.bench.suites.suite_file import SHIPPED, find_suite, read_suite_file
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 
 NAMES = [path.stem for path in sorted(SHIPPED.glob("*-peers.toml"))]
 FILES = sorted((SHIPPED / "environments").glob("*.txt"))
+
+
+def test_suites_of_one_training_name_each_other_and_differ_in_the_layout_alone() -> None:
+    files = {name: read_suite_file(find_suite(name)) for name in NAMES}
+    first, *others = [
+        {key: table for key, table in file.job.items() if key != "parallel"}
+        for file in files.values()
+        if isinstance(file.job, dict)
+    ]
+    assert others == [first] * (len(NAMES) - 1)
+    for name, file in files.items():
+        assert {other for other in NAMES if other in file.description} == {*NAMES} - {name}
 
 
 def test_every_shipped_environment_belongs_to_a_suite_and_to_the_tests() -> None:
