@@ -128,6 +128,20 @@ def test_a_variant_without_a_plan_says_why(tmp_path: Path) -> None:
     assert "No forecast, train.global_batch = 16" in page
 
 
+def test_a_variant_whose_plan_cannot_run_keeps_its_forecast_and_says_why(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(DECODER)
+    split = {"train.optimizer": "adafactor", "parallel.tp": "2"}
+    scaling = study_published(table(variants=[{"train.global_batch": "256"}, split]), job)
+    good, bad = scaling.forecasts
+    assert good.unsupported == ""
+    assert bad.speedup is not None
+    assert "train.optimizer = 'adafactor'" in bad.unsupported
+    (warning,) = published_block(scaling).warnings
+    assert warning.startswith("train.optimizer = adafactor, parallel.tp = 2: this plan cannot run: ")
+    assert bad.unsupported in warning
+
+
 def test_counts_must_rise() -> None:
     with pytest.raises(ValueError, match="counts must rise"):
         table(counts=[4, 1])

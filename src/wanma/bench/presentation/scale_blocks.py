@@ -38,7 +38,10 @@ def curve_blocks(study: ScaleStudy) -> Iterator[Block]:
 
 
 def published_block(scaling: PublishedScaling) -> Block:
-    """Return the published figures and each forecast, with what they say of one another."""
+    """Return the published figures and each forecast, with what they say of one another.
+
+    A note has the reason why there is no forecast, a warning the one why its plan cannot run.
+    """
     ideal, published = number_of_digits(scaling.ideal, 4), f"{scaling.speedup:g}"
     rate = _a_minute(scaling.samples_per_minute)
     rows = [("published", published, ideal, percent_text(scaling.efficiency), rate)]
@@ -53,11 +56,17 @@ def published_block(scaling: PublishedScaling) -> Block:
     reasons = [
         f"No forecast, {one.settings}: {one.reason}." for one in scaling.forecasts if one.speedup is None
     ]
+    unsupported = [
+        f"{one.settings}: this plan cannot run: {one.unsupported}."
+        for one in scaling.forecasts
+        if one.unsupported
+    ]
     return Block(
         f"Published: {scaling.title}, {scaling.counts[-1]} {scaling.unit} over {scaling.counts[0]}",
         PUBLISHED_COLUMNS,
         rows,
         [scaling.source, *scaling.sentences, *reasons],
+        unsupported,
     )
 
 

@@ -121,6 +121,8 @@ class PublishedForecast(Stored):
     samples_per_second: float | None = None
     """Throughput on the most devices."""
     reason: str = ""
+    unsupported: str = ""
+    """Reason why its plan cannot run; empty: it can."""
 
 
 class PublishedScaling(Stored):

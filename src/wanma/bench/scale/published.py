@@ -35,7 +35,7 @@ def study_published(table: PublishedTable, job_file: Path) -> PublishedScaling:
 
 
 def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -> PublishedForecast:
-    """Return the forecast of one variant, or the reason why there is none."""
+    """Return the forecast of one variant, with the reasons why there is none, and why its plan cannot run."""
     overrides = {"cluster.device": "auto", **settings}
     text = ", ".join(f"{key} = {value}" for key, value in settings.items())
     target, per_unit = target_of_cluster(table.cluster), _devices_per_unit(table)
@@ -45,11 +45,12 @@ def _forecast(table: PublishedTable, job_file: Path, settings: dict[str, str]) -
         scaled.job(overrides), table.axis, is_weak=table.weak, batch_ranks=ranks[0], settings=overrides
     )
     first, last = (scaled.forecast_layout(target, growth, count) for count in (ranks[0], ranks[-1]))
+    found = PublishedForecast(settings=text, unsupported=first.unsupported or last.unsupported)
     if first.forecast is None or last.forecast is None:
-        return PublishedForecast(settings=text, reason=first.reason or last.reason)
+        return found.model_copy(update={"reason": first.reason or last.reason})
     rule = band_rule(scaled.hardware_class(target))
     speedup = forecast_speedup(rule, last.forecast / first.forecast, ranks[-1], ranks[0])
-    return PublishedForecast(settings=text, speedup=speedup, samples_per_second=last.forecast)
+    return found.model_copy(update={"speedup": speedup, "samples_per_second": last.forecast})
 
 
 def _devices_per_unit(table: PublishedTable) -> int:
