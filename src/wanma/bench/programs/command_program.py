@@ -39,7 +39,7 @@ class CommandProgram:
         self._output: Sequence[tuple[float, str]] = ()
 
     def watch(self, output: Sequence[tuple[float, str]]) -> None:
-        """Take the lines so far, each with its unix time of arrival."""
+        """Take the list to which lines are added, each with its unix time of arrival."""
         self._output = output
 
     def progress(self) -> list[Progress]:
