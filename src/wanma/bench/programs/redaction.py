@@ -62,7 +62,7 @@ def shown_value(name: str, value: str) -> str:
 
 def redact_command(command: Sequence[str]) -> tuple[str, ...]:
     """Return the words of a command without secrets."""
-    return tuple(redacted for _, redacted in _command_words(command, []))
+    return tuple(_redact_words(command, []))
 
 
 def redact_text(text: str, values: Mapping[str, str] | None = None) -> str:
@@ -89,8 +89,7 @@ def known_secrets(
         inherited: variables of this process, of which only those count whose name says so.
     """
     found: list[str] = []
-    for _ in _command_words(command, found):
-        pass
+    list(_redact_words(command, found))
     values = dict.fromkeys(found, REDACTED)
     values |= {value: f"${name}" for name, value in inherited.items() if is_secret_name(name)}
     values |= {
@@ -103,8 +102,8 @@ def known_secrets(
     return {value: text for value, text in (lines | values).items() if len(value) >= MIN_VALUE_LENGTH}
 
 
-def _command_words(command: Sequence[str], found: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each word of a command and the word without secrets, which are appended to `found`."""
+def _redact_words(command: Sequence[str], found: list[str]) -> Iterator[str]:
+    """Yield the words of a command without secrets, which are appended to `found`."""
     is_secret = is_program = False
     for word in command:
         option = re.fullmatch(r"-{1,2}[A-Za-z][\w-]*", word)
@@ -112,12 +111,12 @@ def _command_words(command: Sequence[str], found: list[str]) -> Iterator[tuple[s
         assignment = re.fullmatch(r"(-{0,2}[A-Za-z_][\w-]*)=(.*)", word, re.DOTALL)
         if is_secret and not is_option:
             found.append(word)
-            yield word, REDACTED
+            yield REDACTED
         elif assignment is not None and is_secret_name(assignment[1]) and not is_program:
             found.append(assignment[2])
-            yield word, f"{assignment[1]}={REDACTED}"
+            yield f"{assignment[1]}={REDACTED}"
         else:
-            yield word, _redact(word, found, is_word=True)
+            yield _redact(word, found, is_word=True)
         is_secret, is_program = is_option, re.fullmatch(r"-[a-z]*c", word) is not None  # sh -c, bash -lc
 
 
