@@ -84,9 +84,12 @@ class Machine:
         self.wall += seconds + wall_step
         self.cpus = [cpu + seconds * share for cpu, share in zip(self.cpus, busy, strict=True)]
         self.own[11] += seconds * own
-        rows = [("cpu", sum(self.cpus)), *((f"cpu{number}", cpu) for number, cpu in enumerate(self.cpus))]
+        idle = [self.monotonic - cpu for cpu in self.cpus]
+        rows = [("cpu", sum(self.cpus), sum(idle))]
+        rows += [(f"cpu{number}", *both) for number, both in enumerate(zip(self.cpus, idle, strict=True))]
         self.write(
-            "proc/stat", "\n".join(f"{name} {round(cpu * TICKS)} 0 0 9 0 0 0 0 0 0" for name, cpu in rows)
+            "proc/stat",
+            "\n".join(f"{name} {round(a * TICKS)} 0 0 {round(b * TICKS)} 0 0 0 0 0 0" for name, a, b in rows),
         )
         for number, parent in ((10, 1), (11, 10)):
             pages = self.memory[number] // os.sysconf("SC_PAGE_SIZE")
@@ -110,8 +113,10 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path)
+    monkeypatch.setattr("time.clock_gettime", lambda _: machine.monotonic)  # seconds since boot
+    return machine
 
 
 def usage_of(machine: Machine, *intervals: dict[str, object]) -> MachineUsage:
@@ -284,7 +289,8 @@ def test_a_child_that_spins_is_the_measurement_and_an_alien_is_foreign(machine: 
     total = [0.0]
 
     def write_stat() -> None:
-        machine.write("proc/stat", f"cpu {round(total[0] * TICKS)} 0 0 0 0 0 0 0 0 0")
+        idle = round((machine.monotonic - total[0]) * TICKS)
+        machine.write("proc/stat", f"cpu 0 0 0 {idle} 0 0 0 0 0 0\ncpu0 0 0 0 {idle} 0 0 0 0 0 0")
 
     write_stat()
     usages = {}
