@@ -82,7 +82,7 @@ def test_a_full_disk_of_rank_0_is_told_to_the_others(
 ) -> None:
     made = checkpointers(server, [tmp_path / "one", tmp_path / "two"])
 
-    def refuse(*_: object) -> str:
+    def refuse(*_: object, **__: object) -> str:
         raise OSError(28, "No space left on device", "rank-00000.safetensors")
 
     monkeypatch.setattr("wanma.checkpoint.save.checkpointer.write_file", refuse)

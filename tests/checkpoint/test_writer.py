@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,9 +149,9 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     gate = threading.Event()
     real = writer.write_file
 
-    def slow(path: Path, content: memoryview) -> str:
+    def slow(path: Path, content: memoryview, **keywords: Any) -> str:
         gate.wait(60)
-        return real(path, content)
+        return real(path, content, **keywords)
 
     monkeypatch.setattr(writer, "write_file", slow)
     with Checkpointer(tmp_path) as checkpointer:
@@ -297,10 +298,10 @@ def test_a_rank_that_never_comes_is_named_and_the_save_before_stays(tmp_path: Pa
 def test_a_failure_of_one_rank_reaches_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = writer.write_file
 
-    def failing(path: Path, content: memoryview) -> str:
+    def failing(path: Path, content: memoryview, **keywords: Any) -> str:
         if path.name == "rank-00001.safetensors":
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return real(path, content)
+        return real(path, content, **keywords)
 
     # Whoever waits for the deadline does not end in the time of a test.
     ranks = [Checkpointer(tmp_path, rank, 2, deadline_seconds=1000) for rank in range(2)]
@@ -322,12 +323,12 @@ def test_a_rank_that_is_still_writing_when_the_others_have_moved_on_hears_of_it(
 ) -> None:
     gate, real = threading.Event(), writer.write_file
 
-    def uneven(path: Path, content: memoryview) -> str:
+    def uneven(path: Path, content: memoryview, **keywords: Any) -> str:
         if path.parent.name == "step-00000001.partial-0-1":
             if path.name == "rank-00000.safetensors":
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             gate.wait(10)
-        return real(path, content)
+        return real(path, content, **keywords)
 
     monkeypatch.setattr(writer, "write_file", uneven)
     (tmp_path / "step-00000001").mkdir()  # of an earlier run: not to be taken for this save
@@ -348,7 +349,7 @@ def test_a_rank_that_is_still_writing_when_the_others_have_moved_on_hears_of_it(
 def test_a_rank_that_comes_late_to_a_failed_last_save_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(path: Path, content: memoryview) -> str:
+    def failing(path: Path, content: memoryview, **keywords: Any) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(writer, "write_file", failing)
@@ -433,7 +434,7 @@ def test_a_write_error_is_reported_with_its_file(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == []
 
 
-def explode(path: Path, content: memoryview) -> str:
+def explode(path: Path, content: memoryview, **keywords: Any) -> str:
     raise ZeroDivisionError("exploded")
 
 

@@ -101,12 +101,12 @@ class ParallelModel:
         Args:
             exclude: names of parameters that are filled otherwise.
         """
+        release = self.disk_pool.release_pages if self.disk_pool is not None else lambda: None
         if self.initialization_seed is not None:
             for part in self.model_parts:
-                initialize_parameters(part, self.initialization_seed, exclude)
+                initialize_parameters(part, self.initialization_seed, exclude, release)
         self.tied_weights.broadcast_values(dict(self.named_parameters()))
-        if self.disk_pool is not None:
-            self.disk_pool.release_pages()
+        release()
 
     @property
     def module(self) -> nn.Module:

@@ -367,7 +367,7 @@ class Checkpointer:
         if isinstance(request.session, RelayedCommitSession):
             digest = request.session.write(self._buffer.content)
         elif parts:
-            digest = write_file(request.partial / name, *parts)
+            digest = write_file(request.partial / name, *parts, after_block=self._buffer.release_pages)
         return {
             "rank": self._rank,
             "file": {"name": name, "bytes": sum(map(len, parts)), "sha256": digest} if parts else None,

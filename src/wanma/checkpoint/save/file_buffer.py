@@ -27,6 +27,9 @@ from wanma.checkpoint.format.tensor_blocks import iterate_blocks
 from wanma.job.errors import WanmaError
 
 _RELEASE_INTERVAL_BYTES = 64 << 20
+"""Bytes of pages that a copy reads and writes, from which on it releases them."""
+_GATHER_ELEMENTS, _PAGE_BYTES = 1 << 20, 4096
+"""Elements of single rows that are copied at once, each row of which may lie on a page of its own."""
 
 
 class BufferAllocator(Protocol):
@@ -68,6 +71,8 @@ class FileBuffer:
         """Shards that this rank writes, of the tensors last copied."""
         self.content = memoryview(b"")
         """Content of the file, of the tensors last copied; empty when this rank writes nothing."""
+        self._changed_rows: dict[str, torch.Tensor] = {}
+        """By name in the file the rows of a tensor that `copy` takes, (rows,) int64."""
         self.changed_counts: dict[str, int] = {}
         """Number of changed rows by tensor, of tensors of which only these were copied."""
         self._references: list[memoryview] | None = None
@@ -92,18 +97,33 @@ class FileBuffer:
         copied_bytes = 0
         self._references = None
         with torch.no_grad():
-            for view, local in self.copy_targets(tensors, changed_rows).values():
+            for name, (view, local) in self.copy_targets(tensors, changed_rows).items():
                 devices.add(local.device)
-                for block in iterate_blocks(tuple(view.shape)):
+                rows = self._changed_rows.get(name)
+                row_bytes = local.stride(0) * local.itemsize if local.ndim else 0
+                blocks = iterate_blocks(tuple(view.shape))
+                if rows is not None:
+                    row_bytes = max(row_bytes, _PAGE_BYTES)
+                    blocks = iterate_blocks(tuple(view.shape), max_elements=_GATHER_ELEMENTS)
+                for block in blocks:
                     part = view[block.slices]
-                    part.copy_(local[block.slices], non_blocking=True)
-                    copied_bytes += part.nbytes
-                    if self._allocator is not None and copied_bytes >= _RELEASE_INTERVAL_BYTES:
-                        self._allocator.release_pages()
+                    if rows is None:
+                        part.copy_(local[block.slices], non_blocking=True)
+                    else:
+                        first, *others = block.slices
+                        part.copy_(local[rows[first]][(slice(None), *others)], non_blocking=True)
+                    copied_bytes += part.nbytes + (len(part) * row_bytes if part.ndim else 0)
+                    if copied_bytes >= _RELEASE_INTERVAL_BYTES:
+                        self.release_pages()
                         copied_bytes = 0
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
+
+    def release_pages(self) -> None:
+        """Release the memory behind the allocator's files, if there is one."""
+        if self._allocator is not None:
+            self._allocator.release_pages()
 
     def refer_to(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Make this rank's share of `tensors` the content of the file, without a copy.
@@ -145,8 +165,8 @@ class FileBuffer:
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return, by name, (view of the file's data, local tensor to copy there) of this rank's share.
 
-        Arguments are those of `copy`. Views are in the file's order, without gaps, behind the header, which
-        is already written.
+        Arguments are those of `copy`; a tensor of which rows alone are copied is returned with all its rows.
+        Views are in the file's order, without gaps, behind the header, which is already written.
 
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
@@ -157,12 +177,13 @@ class FileBuffer:
             self._layout = None  # until the new one is complete
             self._plan_file(tensors, {name: len(numbers) for name, numbers in rows.items()})
             self._layout = layout
-        sources = {}
+        sources, self._changed_rows = {}, {}
         for piece in self.shards:
             local = local_tensor(tensors[piece.name])
             if piece.name in rows:
                 sources[piece.name + CHANGED_ROWS] = rows[piece.name] + piece.box.offset[0]
-                sources[piece.name + CHANGED_VALUES] = local[rows[piece.name]]
+                sources[piece.name + CHANGED_VALUES] = local
+                self._changed_rows[piece.name + CHANGED_VALUES] = rows[piece.name]
             else:
                 sources[piece.name] = local
         return {name: (view, sources[name]) for name, view in self._views.items()}

@@ -31,6 +31,10 @@ _MAX_USES = 7
 """Uses of a record that count; each spares it one turn of the clock."""
 _SCANNED_SLOTS = 1024
 """Fewest slots that a search for unused ones looks at."""
+_FAULT_BYTES = 64 << 10
+"""Bytes that the kernel makes resident for a row that is read, if they are in its memory."""
+_MAX_RESIDENT_BYTES = 64 << 20
+"""Resident bytes of the file, at most, that `vectors` leaves to the process."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class RowCache:
             self._mapping = self._map_file(row_count, disk_pool)
             flat = torch.frombuffer(self._mapping, dtype=dtype, count=row_count * columns)
             self._stored = flat.view(row_count, columns)
-        self._records = torch.zeros(slots, columns, dtype=dtype, device=device)
-        """Records in memory, (slots, columns)."""
+        self._records = torch.empty(slots, columns, dtype=dtype, device=device)
+        """Records in memory, (slots, columns); those without a row have no values."""
         self.matrix, self.states = layout.split(self._records)
         """Rows in memory, (slots, width), and their states by name."""
         self.stored_matrix, self.stored_states = layout.split(self._stored)
@@ -140,6 +144,8 @@ class RowCache:
         """Slots that the transfer fills."""
         self._deferred = self._row_of.new_empty(0)
         """Requested rows for which there were no slots yet."""
+        self._resident_bytes = 0
+        """Resident bytes of the file that `vectors` has read, at most."""
 
     # ------------------------------------------------------------------ steps
 
@@ -182,6 +188,11 @@ class RowCache:
         vectors = self.matrix.new_empty(len(rows), self.matrix.shape[1])
         vectors[(~is_stored).to(self._device)] = self.matrix[slots[~is_stored].to(self._device)]
         vectors[is_stored.to(self._device)] = self.stored_matrix[rows[is_stored]].to(self._device)
+        self._resident_bytes += int(is_stored.sum()) * max(self._record_bytes, _FAULT_BYTES)
+        if self._resident_bytes > _MAX_RESIDENT_BYTES:
+            assert self._mapping is not None
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._resident_bytes = 0
         return vectors
 
     def slots_to_change(self, rows: Tensor) -> Tensor:

@@ -64,7 +64,12 @@ def materialize_parameters(
 
 
 @torch.no_grad()
-def initialize_parameters(model: nn.Module, seed: int, exclude: Container[str] = ()) -> None:
+def initialize_parameters(
+    model: nn.Module,
+    seed: int,
+    exclude: Container[str] = (),
+    after_block: Callable[[], None] = lambda: None,
+) -> None:
     """Draw this rank's part of every parameter's initial value.
 
     A value is a function of (seed, parameter name) alone; a rank draws the tiles that its box touches.
@@ -73,6 +78,7 @@ def initialize_parameters(model: nn.Module, seed: int, exclude: Container[str] =
         model: module whose parameters have memory.
         seed: seed of the job.
         exclude: names of parameters that are filled otherwise.
+        after_block: function that is called whenever some values are there.
     """
     for name, parameter in model.named_parameters():
         if name in exclude:
@@ -86,3 +92,4 @@ def initialize_parameters(model: nn.Module, seed: int, exclude: Container[str] =
                 model, name, parameter.shape, offset, block.shape, parameter.dtype, seed
             )
             local[block.slices].copy_(part)
+            after_block()
