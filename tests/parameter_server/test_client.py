@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from itertools import pairwise, starmap
@@ -10,9 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from support.server_runs import IDS, OPTIMIZERS, RATE, Run, compute, gradients, in_threads, work
+from support.server_runs import (
+    IDS,
+    OPTIMIZERS,
+    RATE,
+    Run,
+    compute,
+    fetched,
+    gradients,
+    in_threads,
+    process_ids,
+    work,
+)
 from wanma.job.run.parameter_servers import ServedParameter, ServerPosition, StepContribution
 from wanma.parameter_server import coordinator, frames
+from wanma.parameter_server.server_group import ServerGroup
 
 
 def test_no_message_of_a_load_or_a_fetch_has_more_rows_than_a_piece(
@@ -38,6 +52,7 @@ def test_no_message_of_a_load_or_a_fetch_has_more_rows_than_a_piece(
     client.join()
     client.load([table], OPTIMIZERS["rowwise_adagrad"], weights, {}, ServerPosition(True))
     client.begin(1000, ServerPosition(True))
+    client._fetched_update = None
     parts = [(rows, tensors["weight"], tensors["row_sum"]) for _, rows, tensors in client.fetch()]
     ends = (0, 65_536, 100_000, 165_536, 200_000)  # of shards and of pieces
     assert [rows for rows, _, _ in parts] == list(starmap(range, pairwise(ends)))
@@ -45,6 +60,46 @@ def test_no_message_of_a_load_or_a_fetch_has_more_rows_than_a_piece(
     assert all(row_sum.shape == (len(rows),) for rows, _, row_sum in parts), "of a row a number"
     assert 16 << 20 <= max(sizes) < 17 << 20
     assert len(signs) == 12, "two shards have two pieces each, for two holders, and once to fetch"
+
+
+@pytest.mark.parametrize("event", ["none", "a server is killed", "a server joins"])
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_a_fetch_has_the_rows_that_have_changed_since_the_one_before(
+    run: Callable[..., Run], group: ServerGroup, optimizer: str, event: str
+) -> None:
+    served = run()
+    weights = served.begin(optimizer)
+    client = served.clients[0]
+    copies = {"weight": weights["t"].clone()}
+
+    def fetch_changed() -> set[int]:
+        changed = set[int]()
+        for parameter, rows, tensors in client.fetch():
+            if parameter.name == "t":
+                changed |= set(torch.as_tensor(rows).tolist())
+                for kind in tensors.keys() - {"step"}:
+                    part = tensors[kind]
+                    copies.setdefault(kind, torch.zeros(10, *part.shape[1:]))[torch.as_tensor(rows)] = part
+        return changed
+
+    assert fetch_changed() == set(), "the servers have what this worker has loaded"
+    compute(client, 0)
+    assert fetch_changed() == {0, 3, 9}
+    compute(client, 0)
+    if event == "a server is killed":
+        os.kill(process_ids(group)[0], signal.SIGKILL)
+    elif event == "a server joins":
+        assert served.coordinator.resize(3)
+    compute(client, 0)
+    found = fetch_changed()
+    assert found == {3, 4} if event == "none" else found >= {3, 4}
+    assert fetch_changed() == set()
+    weight, state = fetched(client)
+    for kind, tensors in {"weight": weight, **state}.items():
+        if kind in copies:
+            assert torch.equal(copies[kind], tensors["t"]), kind
+    if event == "a server joins":
+        assert served.coordinator.resize(2)
 
 
 def test_the_record_of_a_step_names_the_bad_samples_of_all_its_workers(run: Callable[..., Run]) -> None:

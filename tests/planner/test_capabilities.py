@@ -75,12 +75,12 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         (2, 13),
         r"parallel\.embedding_memory_bytes",
     ),
-    "tables on disk beside servers": (
-        job(CLICKS, train={"embedding_optimizer": "adam"}, servers={"count": 1}),
-        replace(TABLES, embedding_memory_bytes=1 << 20),
+    "tables on disk that servers update as dense ones": (
+        job(CLICKS, servers={"count": 1}),
+        Plan(embedding_memory_bytes=1 << 20),
         LAPTOP,
         (2, 13),
-        "servers",
+        r"train\.embedding_optimizer",
     ),
     "averaged tables": (
         job(CLICKS, train={"embedding_optimizer": "adam", "weight_average": 0.9}),

@@ -17,7 +17,7 @@ from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner.cost.embedding_exchange import distinct_ids
 from wanma.planner.forecast.plan_forecast import forecast_plan, forecast_plan_memory
 from wanma.planner.forecast.problem import build_problem
-from wanma.planner.forecast.server_forecast import SERVER_LINK, UPDATES
+from wanma.planner.forecast.server_forecast import SERVER_LINK, UPDATES, pause_seconds
 from wanma.planner.job_planner import complete_plan
 
 DENSE, WIDTH = 500_000, 16
@@ -83,12 +83,15 @@ def test_servers_share_parameters_and_state_and_worker_0_holds_all_of_them() -> 
     assert one.servers is not None
     assert other.servers is not None
     held = one.servers.memory_bytes - other.servers.memory_bytes
-    assert held == pytest.approx((whole - few) / 2, rel=0.01)
+    numbers = 4 * (sum(ROWS.values()) - sum(small.values()))  # of each row's newest update
+    assert held == pytest.approx((whole - few + numbers) / 2, rel=0.001)
     # A save copies what it holds.
     assert one.memory_bytes - other.memory_bytes == pytest.approx(2 * (whole - few), rel=0.01)
     twice = memory(job(replicas=2)).servers
     assert twice is not None
-    assert twice.memory_bytes - one.servers.memory_bytes == pytest.approx((whole + 4 * DENSE) / 2, rel=1e-6)
+    # Also gradients, and of each row the number of its newest update.
+    again = whole + 4 * DENSE + 4 * sum(ROWS.values())
+    assert twice.memory_bytes - one.servers.memory_bytes == pytest.approx(again / 2, rel=1e-6)
 
 
 def test_servers_and_workers_that_do_not_fit_together_are_refused() -> None:
@@ -99,6 +102,35 @@ def test_servers_and_workers_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(JobError, match=r"servers\.count"):
         complete_plan(job(), PLAN, box(int(alone) + 1), recommender(ROWS))
     assert complete_plan(job(), PLAN, box(int(together)), recommender(ROWS)).plan.world_size == WORKERS
+
+
+def test_tables_in_a_file_of_worker_0_may_be_larger_than_its_memory() -> None:
+    table = EmbeddingTable("tables", "user", 781_250_000, 64, 1, 1.0)  # 50 billion parameters
+    workload = Workload((LayerWorkload("dense", 1, DENSE, 1e6, 1e3),), 1, tables=(table,))
+    servers = 4 * table.rows * (64 + 1 + 1)
+    with pytest.raises(JobError, match=r"servers\.count") as error:
+        complete_plan(job(), PLAN, box(int(1.3 * servers)), workload)
+    assert "parallel.embedding_memory_bytes" in error.value.hint
+    on_disk = PLAN.with_changes(embedding_memory_bytes=4 << 30)
+    found = complete_plan(job(), on_disk, box(int(1.3 * servers)), workload).forecast
+    assert found is not None
+    assert found.memory_bytes < 6 << 30
+    assert found.disk_bytes == 4 * table.rows * 65
+    with pytest.raises(JobError, match=r"parallel\.embedding_memory_bytes = 1000 ") as error:
+        complete_plan(job(), PLAN.with_changes(embedding_memory_bytes=1000), box(1 << 40), workload)
+    assert "ranks" not in error.value.hint
+
+
+def test_a_pause_moves_the_rows_that_steps_have_used_since_the_one_before() -> None:
+    def seconds(every: int) -> float:
+        train = job().train.model_copy(update={"validate_every_steps": 0})
+        saves = job().checkpoint.model_copy(update={"every_steps": every})
+        asked = job().model_copy(update={"train": train, "checkpoint": saves})
+        return every * pause_seconds(build_problem(asked, box(64 << 30), recommender(ROWS), ranks=2), PLAN)
+
+    whole = 4 * 3 * (DENSE + WIDTH * sum(ROWS.values()))
+    used = sum(distinct_ids(rows, 10 * BATCH) for rows in ROWS.values())
+    assert seconds(10) / seconds(10**7) == pytest.approx(4 * 3 * (DENSE + WIDTH * used) / whole, rel=0.01)
 
 
 def test_more_servers_shorten_a_step_that_they_bound_and_asynchronous_workers_do_not_wait() -> None:

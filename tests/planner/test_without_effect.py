@@ -65,6 +65,7 @@ def test_an_idle_key_is_told_with_the_reason(override: str, says: str) -> None:
         ("train.optimizer_factory=torch.optim:RAdam", "train.betas=[0.9, 0.99]"),
         ("train.schedule_factory=package:schedule", "train.warmup_steps=5"),
         ("observe.alerts=false", "observe.alert_command=['mail']"),
+        ("servers.count=2", "checkpoint.full_every=3"),
     ],
 )
 def test_a_key_that_another_one_disables_is_told(chosen: str, override: str) -> None:

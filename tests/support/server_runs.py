@@ -168,6 +168,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 def fetched(client: ParameterServerClient) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """The weights, and the optimizer's state by kind, that the servers hold."""
+    client._fetched_update = None  # all rows
     found: dict[str, dict[str, Tensor]] = {}
     for parameter, rows, tensors in client.fetch():
         for kind, part in tensors.items():

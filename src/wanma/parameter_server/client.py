@@ -30,7 +30,7 @@ from wanma.parameter_server.frames import (
     PeerLostError,
     ask_peers,
 )
-from wanma.parameter_server.shards import pack_tensors, row_pieces, slice_rows, unpack_tensors
+from wanma.parameter_server.shards import IDS_KEY, pack_tensors, row_pieces, slice_rows, unpack_tensors
 from wanma.parameter_server.table import ServerTable
 
 _CHANGE_SECONDS = 0.05
@@ -94,6 +94,8 @@ class ParameterServerClient:
         self._pieces: tuple[ServerTable, list[Tensor], list[_Piece]] | None = None
         """Pieces of the newest pull, which its push has too: their table, ids, and themselves."""
         self._last_push: tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
+        self._fetched_update: int | None = None
+        """Newest update of which all rows have been loaded or fetched; None: not all have been."""
 
     def close(self) -> None:
         for connection in (self._coordinator, *self._servers.values()):
@@ -116,6 +118,7 @@ class ParameterServerClient:
         weights: Mapping[str, Tensor],
         state: Mapping[str, Mapping[str, Tensor]],
         position: ServerPosition,
+        after_piece: Callable[[], None] = lambda: None,
     ) -> None:
         answer, _ = self._ask_patiently(
             "open",
@@ -138,6 +141,8 @@ class ParameterServerClient:
                     header = {"op": "load", "table": table.version, "shard": shard, "name": name}
                     header["start"] = rows.start - table.start(parameter, shard)
                     self._load_rows(holders, header, slice_rows(tensors, rows.start, rows.stop))
+                    after_piece()
+        self._fetched_update = position.step
 
     def _load_rows(
         self, holders: tuple[int, ...], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -239,17 +244,18 @@ class ParameterServerClient:
             self._refresh_table(None)
             self.push(*self._last_push)
 
-    def fetch(self) -> Iterator[tuple[ServedParameter, range, dict[str, Tensor]]]:
+    def fetch(self) -> Iterator[tuple[ServedParameter, range | Tensor, dict[str, Tensor]]]:
         self._refresh_table(None)
+        since, updates = self._fetched_update, list[int]()
         for parameter in self._require_table().parameters:
             row = 0
             while row < parameter.rows:
                 table = self._require_table()
                 starts = table.starts(parameter)
                 shard = bisect.bisect_right(starts, row) - 1
-                rows = next(row_pieces(range(row, starts[shard + 1]), parameter))
                 header = {"op": "rows", "table": table.version, "shard": shard, "name": parameter.name}
-                header |= {"start": rows.start - starts[shard], "stop": rows.stop - starts[shard]}
+                header["since"] = since
+                header |= {"start": row - starts[shard], "stop": starts[shard + 1] - starts[shard]}
                 server = table.holders[shard][0]
                 try:
                     answer, buffers = self._server(server).request(header)
@@ -259,11 +265,16 @@ class ParameterServerClient:
                 if "stale" in answer:
                     self._follow_change()
                     continue
-                tensors = unpack_tensors(answer["tensors"], buffers)
-                yield parameter, rows, {keys["field"]: tensor for keys, tensor in tensors}
-                row = rows.stop
+                unpacked = unpack_tensors(answer["tensors"], buffers)
+                tensors = {keys["field"]: tensor for keys, tensor in unpacked}
+                stop = starts[shard] + answer["stop"]
+                ids = tensors.pop(IDS_KEY, None)
+                yield parameter, range(row, stop) if ids is None else ids + starts[shard], tensors
+                row = stop
+                updates.append(answer["version"])
                 self._note_success()
                 self._show_life()
+        self._fetched_update = min(updates)
 
     def resume(self, pause_step: int, outcome: str = "") -> None:
         self._ask("resume", pause_step=pause_step, outcome=outcome)

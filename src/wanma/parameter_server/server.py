@@ -24,7 +24,6 @@ from wanma.parameter_server.shards import (
     Gradient,
     Shard,
     pack_tensors,
-    slice_rows,
     sum_gradients,
     unpack_tensors,
 )
@@ -239,16 +238,16 @@ class ParameterServer:
         return {}, ()
 
     def _rows(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
-        """Return a row range of one parameter in one shard, with its optimizer state."""
+        """Return a piece of a row range of one parameter in one shard, with its optimizer state."""
         if (shards := self._shards_by(header["table"])) is None:
             return {"stale": True}, ()
         shard = shards[header["shard"]]
         with shard.lock:
-            tensors = slice_rows(shard.tensors(header["name"]), header["start"], header["stop"])
-            descriptions, content = pack_tensors(
-                ({"field": key}, tensor.clone()) for key, tensor in tensors.items()
-            )
-        return {"tensors": descriptions, "version": shard.version}, content
+            rows = range(header["start"], header["stop"])
+            tensors, stop = shard.read(header["name"], rows, header.get("since"))
+            version = shard.version
+        descriptions, content = pack_tensors(({"field": key}, tensor) for key, tensor in tensors.items())
+        return {"tensors": descriptions, "stop": stop, "version": version}, content
 
     def _prepare(self, header: dict[str, Any], _buffers: list[bytearray]) -> Answer:
         """Collect the shards of a new table for some seconds; when it is done, `activate` uses them."""

@@ -23,8 +23,14 @@ _DTYPES = {
 }
 """Dtypes that frames may have, by name."""
 _STEP_KEY = "step"
+IDS_KEY = "ids"
+"""Key of the rows that a message has, beside the keys of their tensors."""
 _PIECE_BYTES = 16 << 20
 """Bytes of the weights of one message: memory, and time in which its shard answers no pull."""
+_MAX_CHANGED_ROWS = 1 << 14
+"""Changed rows of one message: each may lie on a page of its own in the file of worker 0."""
+_SCANNED_ROWS = 1 << 24
+"""Rows among which one message looks for changed ones."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class Shard:
         self._tables: dict[str, ServedParameter] = {}
         """Tables that follow the row rule."""
         self._table_states: dict[str, dict[str, Tensor]] = {}
+        self._row_updates: dict[str, Tensor] = {}
+        """By such table the number of the update that changed each row last, (rows,) int32."""
         groups = []
         for parameter in table.parameters:
             if rows := table.row_range(parameter, index):
@@ -88,6 +96,7 @@ class Shard:
                     self._tables[parameter.name] = parameter
                     states = self._row_rule.new_states(weight.detach())
                     self._table_states[parameter.name] = {**states, _STEP_KEY: torch.tensor(0.0)}
+                    self._row_updates[parameter.name] = torch.zeros(len(rows), dtype=torch.int32)
                     continue
                 groups.append(
                     {
@@ -122,7 +131,7 @@ class Shard:
             raise WanmaError(f"shard {self.index} has update {self.version}, and was given {update}")
         if gradients:
             for name, parameter in self._tables.items():
-                self._update_rows(parameter, gradients[name], factor, rate)
+                self._update_rows(update, parameter, gradients[name], factor, rate)
         if gradients and self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["learning_rate_scale"]
@@ -143,6 +152,26 @@ class Shard:
         values = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
         return {"weight": weight.detach(), **values}
 
+    def read(self, name: str, rows: range, since: int | None) -> tuple[dict[str, Tensor], int]:
+        """Return a copy of the first piece of a row range, and the row behind it.
+
+        Args:
+            name: parameter.
+            rows: rows within the shard.
+            since: number of an update: of a table of which updates change single rows, only those changed
+                after it, as `ids`, (rows,) int64, and the tensors of these; None: all.
+        """
+        tensors, piece_rows = self.tensors(name), _piece_rows(self.weights[name].shape[1])
+        if since is None or name not in self._row_updates:
+            stop = min(rows.start + piece_rows, rows.stop)
+            return {key: one.clone() for key, one in slice_rows(tensors, rows.start, stop).items()}, stop
+        stop = min(rows.start + _SCANNED_ROWS, rows.stop)
+        ids = (self._row_updates[name][rows.start : stop] > since).nonzero()[:, 0] + rows.start
+        if len(ids) > (limit := min(piece_rows, _MAX_CHANGED_ROWS)):
+            ids, stop = ids[:limit], int(ids[limit])
+        changed = {key: one.index_select(0, ids) if one.ndim else one.clone() for key, one in tensors.items()}
+        return {**changed, IDS_KEY: ids}, stop
+
     def fill(self, name: str, start: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill rows from `start` on with what `tensors` returned for them.
 
@@ -157,6 +186,8 @@ class Shard:
             )
         stop = start + len(tensors["weight"])
         weight.detach()[start:stop] = tensors["weight"]
+        if name in self._row_updates:  # since when is not known: as if the newest update had changed them
+            self._row_updates[name][start:stop] = self.version
         for key, tensor in tensors.items():
             if key == _STEP_KEY:
                 state[key] = tensor.clone()
@@ -174,7 +205,9 @@ class Shard:
         return state
 
     @torch.no_grad()
-    def _update_rows(self, table: ServedParameter, gradient: Gradient, factor: float, rate: float) -> None:
+    def _update_rows(
+        self, number: int, table: ServedParameter, gradient: Gradient, factor: float, rate: float
+    ) -> None:
         """Update the rows of a table whose gradient is not zero: others do not count as used."""
         assert self._row_rule is not None
         assert gradient.ids is not None
@@ -194,6 +227,7 @@ class Shard:
             self._settings["epsilon"],
         )
         update_rows(self._settings["tables"], self.weights[table.name].detach(), states, update)
+        self._row_updates[table.name][ids] = number
 
     def _leaves_other_rows(self, group: Mapping[str, Any]) -> bool:
         """Return whether the optimizer's rule leaves rows without a gradient as they are."""
@@ -251,9 +285,13 @@ def overlapping_rows(
 
 def row_pieces(rows: range, parameter: ServedParameter) -> Iterator[range]:
     """Yield parts of a row range that one message carries, as neither side keeps room for all rows."""
-    size = max(_PIECE_BYTES // (4 * max(parameter.width, 1)), 1)
+    size = _piece_rows(parameter.width)
     for start in range(rows.start, rows.stop, size):
         yield range(start, min(start + size, rows.stop))
+
+
+def _piece_rows(width: int) -> int:
+    return max(_PIECE_BYTES // (4 * max(width, 1)), 1)
 
 
 def slice_rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:

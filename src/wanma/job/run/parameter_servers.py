@@ -6,7 +6,7 @@ Neither imports the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -136,6 +136,7 @@ class ParameterServers(Protocol):
         weights: Mapping[str, Any],
         state: Mapping[str, Mapping[str, Any]],
         position: ServerPosition,
+        after_piece: Callable[[], None] = lambda: None,
     ) -> None:
         """Fill the servers; the chief calls it.
 
@@ -145,6 +146,7 @@ class ParameterServers(Protocol):
             weights: full tensors.
             state: optimizer state by kind, such as 'exp_avg', and by parameter.
             position: position of the state.
+            after_piece: function that is called whenever some rows are sent.
         """
 
     def begin(self, pause_step: int, position: ServerPosition | None = None) -> int:
@@ -170,9 +172,11 @@ class ParameterServers(Protocol):
     def finish(self, contribution: StepContribution) -> None:
         """Wait until the servers have applied the step; the last push is repeated where a server is lost."""
 
-    def fetch(self) -> Iterator[tuple[ServedParameter, range, dict[str, Any]]]:
+    def fetch(self) -> Iterator[tuple[ServedParameter, Any, dict[str, Any]]]:
         """Yield (parameter, rows, their tensors) of all parameters, part by part; only within a pause.
 
+        Of a table of which updates change single rows, only those are yielded that have changed since the
+        last complete `fetch` or `load` of this worker. Rows are a range, or ascending numbers, (rows,) int64.
         Tensors are `weight`, (rows, width), the optimizer's state by kind, as large or (rows,), and `step`.
         """
 

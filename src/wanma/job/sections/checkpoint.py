@@ -22,7 +22,7 @@ class CheckpointSection(Section):
         ge=1,
         le=1_000_000,
         description="every N-th checkpoint of a run is written in full; those between write the changed rows "
-        "alone of tables that `parallel.embedding` places",
+        "alone of tables that train.embedding_optimizer updates",
     )
     keep: int = Field(3, ge=1, le=1_000_000, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the checkpoint with the best validation metric")

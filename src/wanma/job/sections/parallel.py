@@ -149,8 +149,9 @@ class ParallelSection(Section):
         None,
         gt=0,
         le=2**60,
-        description="embedding: memory of a rank's device for rows of its tables and their optimizer state; "
-        "all rows lie in a file in cluster.scratch, and those in use in memory; default: all rows in memory",
+        description="memory of a rank's device for rows of its embedding tables and their optimizer state; "
+        "all rows lie in a file in cluster.scratch, and those in use in memory; with servers.count "
+        "of worker 0; default: all rows in memory",
     )
     compression: Compression = Field(
         "none",

@@ -14,7 +14,7 @@ from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import STEP_TIME_KINDS, Forecast, ServerForecast, StepTime
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, count_text
-from wanma.planner.cost.embedding_exchange import ZIPF_EXPONENT, distinct_ids
+from wanma.planner.cost.embedding_exchange import ZIPF_EXPONENT, TableBytes, distinct_ids, table_memory_error
 from wanma.planner.cost.optimizer_update import COMMON_UPDATE_BYTES
 from wanma.planner.forecast.problem import USABLE_HOST_MEMORY_SHARE, PlanningProblem
 from wanma.planner.memory.model_states import optimizer_state_elements
@@ -26,6 +26,8 @@ _COPIES = 6
 kernel, out of it, into one tensor, into the model, and the memory that is cleared for them."""
 _REQUEST_SECONDS = 5e-4
 """Seconds of a request without content: its header is written, read and answered."""
+_PIECE_BYTES = 160 << 20
+"""Bytes of worker 0 while it moves a piece of tables on disk: received, unpacked, and pages of its files."""
 _STEP_REQUESTS, _UPDATE_REQUESTS = 3, 2
 """Requests of a worker in a step, and of the coordinator in an update, each of which waits for the last."""
 COMPUTE, WORKER_LINK, SERVER_LINK, UPDATES = (
@@ -43,7 +45,10 @@ class _Amounts(NamedTuple):
     dense: float
     tables: float
     state: float
-    """Optimizer state of both."""
+    """Optimizer state of the dense parameters."""
+    table_state: float
+    marked_rows: float
+    """Rows of tables of which a step changes some alone: servers and worker 0 note which have changed."""
     worker_rows: float
     """Elements of the rows of one worker's step."""
     worker_ids: float
@@ -53,7 +58,7 @@ class _Amounts(NamedTuple):
     @property
     def held(self) -> float:
         """Parameters and state."""
-        return self.dense + self.tables + self.state
+        return self.dense + self.tables + self.state + self.table_state
 
     @property
     def pulled(self) -> float:
@@ -78,17 +83,21 @@ def step_plan(problem: PlanningProblem, plan: Plan) -> Plan:
 def chief_memory(problem: PlanningProblem, plan: Plan, worker: Forecast) -> Forecast:
     """Return the memory of worker 0: it holds the whole model and optimizer state, and copies them to save.
 
+    With `plan.embedding_memory_bytes` tables, their state and the copy lie on its disk.
+
     Args:
         worker: memory of one process that trains the dense part alone.
     """
     amounts = _amounts(problem, plan)
-    rows, whole = (_ELEMENT_BYTES * elements for elements in (amounts.worker_rows, amounts.held))
-    parameters = _ELEMENT_BYTES * (amounts.dense + amounts.tables)
+    rows, tables = _ELEMENT_BYTES * amounts.worker_rows, _table_bytes(amounts)
+    in_memory, is_on_disk = tables.in_memory(plan), plan.embedding_memory_bytes is not None
+    parameters = _ELEMENT_BYTES * amounts.dense + in_memory.weights
     return replace(
         worker,
         parameters_bytes=int(worker.parameters_bytes + rows + parameters),
         gradients_bytes=int(worker.gradients_bytes + rows),
-        optimizer_bytes=int(whole - parameters),
+        optimizer_bytes=int(_ELEMENT_BYTES * amounts.state + in_memory.state),
+        disk_bytes=worker.disk_bytes + (int(sum(tables)) if is_on_disk else 0),
         buffers_bytes=int(worker.buffers_bytes + _buffer_bytes(plan, amounts)),
         servers=ServerForecast(
             problem.job.servers.count,
@@ -137,10 +146,14 @@ def with_server_time(problem: PlanningProblem, plan: Plan, step: StepTime) -> tu
 
 
 def pause_seconds(problem: PlanningProblem, plan: Plan) -> float:
-    """Return the seconds per step in which worker 0 reads all state, before validations and saves."""
-    job = problem.job
+    """Return the seconds per step in which worker 0 reads what has changed, before validations and saves."""
+    job, moved = problem.job, _amounts(problem, plan).held
     share = sum(1 / every for every in (job.checkpoint.every_steps, job.train.validate_every_steps) if every)
-    return share * _ELEMENT_BYTES * _amounts(problem, plan).held / _link_rate(problem, plan)
+    if share and job.train.embedding_optimizer:
+        for table in problem.server_tables:
+            used = distinct_ids(table.rows, problem.global_batch / share * table.ids_per_sample)
+            moved -= (table.rows - used) * (table.width + table.state_elements_per_row)
+    return share * _ELEMENT_BYTES * moved / _link_rate(problem, plan)
 
 
 def server_reasons(problem: PlanningProblem, plan: Plan, forecast: Forecast) -> tuple[str, ...]:
@@ -150,10 +163,13 @@ def server_reasons(problem: PlanningProblem, plan: Plan, forecast: Forecast) -> 
     memory = problem.hardware.host.memory_bytes_per_second
     source = "assumed" if problem.hardware.host.doubt else "measured"
     bounded = f"; of a step, {servers.bound} take longest" if servers.bound else ""
+    place = ""
+    if plan.embedding_memory_bytes is not None:
+        place = f", embedding tables in a file of {bytes_text(forecast.disk_bytes)}"
     return (
         f"{count_text(servers.count, 'parameter server')}, {bytes_text(servers.memory_bytes)} of memory "
         f"each; worker 0 needs {bytes_text(forecast.memory_bytes)}: it reads the whole model and its "
-        "optimizer state to save them",
+        f"optimizer state to save them{place}",
         f"a step moves {bytes_text(servers.exchanged_bytes)} between a worker and the servers, all dense "
         f"parameters and used rows (ids by Zipf's law, exponent {ZIPF_EXPONENT}){bounded}",
         f"they move at {bytes_text(int(_link_rate(problem, plan)))}/s: memory passes "
@@ -167,17 +183,24 @@ def server_memory_error(problem: PlanningProblem, plan: Plan, forecast: Forecast
     servers, job, (node,) = forecast.servers, problem.job, problem.cluster.nodes
     if servers is None:
         return None
+    whole = replace(problem.workload, tables=problem.server_tables)
+    no_room = table_memory_error(whole, replace(worker_plan(problem, plan), embedding="row_wise"))
+    if no_room is not None:  # worker 0 holds all of them, however many ranks there are
+        return JobError(no_room.message, no_room.hint.partition(",")[0])
     if plan.device == "cuda" and forecast.memory_bytes > problem.memory_limit_bytes:
         return JobError(
             f"the plan does not fit: worker 0 needs {bytes_text(forecast.memory_bytes)} on its device, the "
             f"limit is {bytes_text(int(problem.memory_limit_bytes))}; it holds the whole model to save it",
-            "set cluster.device = 'cpu', lower parallel.micro_batch, or train without servers.count",
+            "set parallel.embedding_memory_bytes for its tables, cluster.device = 'cpu', a lower "
+            "parallel.micro_batch, or train without servers.count",
         )
     nodes = job.cluster.nodes
     needed = math.ceil(servers.count / nodes) * servers.memory_bytes
     if plan.device == "cpu":
         amounts = _amounts(problem, plan)  # other workers hold no whole model, and save none
-        own = _ELEMENT_BYTES * (amounts.held - amounts.pulled) + _buffer_bytes(plan, amounts)
+        tables = sum(_table_bytes(amounts).in_memory(plan))
+        own = _ELEMENT_BYTES * (amounts.dense + amounts.state - amounts.pulled) + tables
+        own += _buffer_bytes(plan, amounts)
         others = plan.world_size // nodes - 1
         needed += int(forecast.memory_bytes + others * (forecast.memory_bytes - own))
     if needed <= node.memory_bytes * USABLE_HOST_MEMORY_SHARE:
@@ -186,7 +209,8 @@ def server_memory_error(problem: PlanningProblem, plan: Plan, forecast: Forecast
         f"the plan does not fit: servers.count = {servers.count}, each with "
         f"{bytes_text(servers.memory_bytes)}, worker 0 with {bytes_text(forecast.memory_bytes)} and the "
         f"other workers need {bytes_text(needed)} on {node.name}, which has {bytes_text(node.memory_bytes)}",
-        "lower parallel.dp_replicate, parallel.micro_batch or servers.replicas, or reduce the model",
+        "set parallel.embedding_memory_bytes for the tables of worker 0, lower parallel.dp_replicate, "
+        "parallel.micro_batch or servers.replicas, or reduce the model",
     )
 
 
@@ -203,20 +227,30 @@ def _amounts(problem: PlanningProblem, plan: Plan) -> _Amounts:
     def elements(rows: list[float]) -> float:
         return sum(count * table.width for count, table in zip(rows, tables, strict=True))
 
-    state = optimizer_state_elements(problem.workload, problem.job.train)
     return _Amounts(
         dense=problem.workload.dense_parameters,
         tables=sum(table.rows * table.width for table in tables),
-        state=state + sum(table.rows * table.state_elements_per_row for table in tables),
+        state=optimizer_state_elements(problem.workload, problem.job.train),
+        table_state=sum(table.rows * table.state_elements_per_row for table in tables),
+        marked_rows=sum(table.rows for table in tables) if problem.job.train.embedding_optimizer else 0.0,
         worker_rows=elements(used(samples)),
         worker_ids=sum(used(samples)),
         update_rows=elements(used(problem.global_batch)),
     )
 
 
+def _table_bytes(amounts: _Amounts) -> TableBytes:
+    return TableBytes(_ELEMENT_BYTES * amounts.tables, _ELEMENT_BYTES * amounts.table_state)
+
+
 def _buffer_bytes(plan: Plan, amounts: _Amounts) -> float:
     """Return the bytes of worker 0 beside these: received for a step, or the copy that a save writes."""
-    return _ELEMENT_BYTES * max(amounts.pulled, amounts.held) if plan.device == "cpu" else 0.0
+    if plan.device != "cpu":
+        return 0.0
+    copied = _ELEMENT_BYTES * amounts.held
+    if plan.embedding_memory_bytes is not None:
+        copied = _PIECE_BYTES  # the copy is on disk, too
+    return amounts.marked_rows + max(_ELEMENT_BYTES * amounts.pulled, copied)
 
 
 def _worker_bytes(problem: PlanningProblem, amounts: _Amounts) -> float:
@@ -229,8 +263,8 @@ def _server_memory(problem: PlanningProblem, plan: Plan, amounts: _Amounts) -> f
     """Return the bytes of one server: its shards, and the pushes and pulls that it has at once."""
     section, workers = problem.job.servers, plan.data_parallel_size
     requests = 2 * workers * amounts.pulled + amounts.dense + amounts.update_rows
-    gradients = amounts.dense + (0.0 if problem.job.train.embedding_optimizer else 2 * amounts.tables)
-    elements = section.replicas * (amounts.held + gradients) + requests
+    beside = amounts.dense + (amounts.marked_rows or 2 * amounts.tables)  # gradients, or numbers of rows
+    elements = section.replicas * (amounts.held + beside) + requests
     return CPU_RUNTIME_BYTES + _ELEMENT_BYTES * elements / section.count
 
 

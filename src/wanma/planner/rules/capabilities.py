@@ -244,13 +244,15 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
     job, plan = query.job, query.plan
     has_tables = input_kind(job.model) == "interactions"
     if plan.embedding == "dense":
-        if plan.embedding_memory_bytes is not None:
+        are_on_servers = job.servers.count > 0 and has_tables
+        if plan.embedding_memory_bytes is not None and not (are_on_servers and job.train.embedding_optimizer):
             return JobError(
-                "parallel.embedding_memory_bytes is for tables that parallel.embedding places, and it is "
-                "'dense'",
-                "set parallel.embedding = 'auto', or unset parallel.embedding_memory_bytes",
+                "parallel.embedding_memory_bytes is for tables that parallel.embedding places, or that "
+                "parameter servers update by train.embedding_optimizer, and there are none",
+                "set parallel.embedding = 'auto', or train.embedding_optimizer beside servers.count, or "
+                "unset parallel.embedding_memory_bytes",
             )
-        if job.train.embedding_optimizer is None or (job.servers.count and has_tables):
+        if job.train.embedding_optimizer is None or are_on_servers:
             return None
         return JobError(
             f"train.embedding_optimizer = '{job.train.embedding_optimizer}' updates tables that "
@@ -278,7 +280,6 @@ def _embedding_tables(query: _SupportQuery) -> JobError | None:
     }
     if plan.embedding_memory_bytes is not None:
         key = f"parallel.embedding_memory_bytes = {plan.embedding_memory_bytes}"
-        settings["servers.count"] = job.servers.count > 0
     if (other := next((name for name, is_set in settings.items() if is_set), None)) is None:
         return None
     return JobError(f"{key} is not supported with {other}", f"unset {other}, or {key.partition(' =')[0]}")

@@ -77,7 +77,9 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _unused_checkpoint_keys(job: Job) -> Iterator[tuple[str, str]]:
     if job.servers.count:
-        yield "checkpoint.full_every", "parameter servers do not tell which rows have changed"
+        if job.train.embedding_optimizer is None:
+            reason = "each step changes all rows of tables (train.embedding_optimizer is not set)"
+            yield "checkpoint.full_every", reason
     elif job.parallel.embedding == "dense":
         yield "checkpoint.full_every", "no step leaves rows of a tensor alone (parallel.embedding = 'dense')"
 

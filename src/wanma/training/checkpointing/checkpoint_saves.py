@@ -54,8 +54,7 @@ class CheckpointSaves:
         self._message, self._record_event = message, record_event
         self._final_seconds = min(FINAL_SAVE_TIMEOUT_SECONDS, job.cluster.hang_timeout_seconds / 2)
         self._save_wait_seconds = 0.0
-        # The rows that parameter servers change are not known here.
-        self._full_every = 1 if job.servers.count else job.checkpoint.full_every
+        self._full_every = job.checkpoint.full_every
         self._saves_since_full = self._full_every
         self._failed_save: SaveResult | None = None
         """Newest failed save that has been reported."""

@@ -39,6 +39,7 @@ from wanma.models.layers.router import TopKRouter
 from wanma.models.model_spec import ModelSpec
 from wanma.observe.sinks.jsonl import last_record
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.memory.disk_pool import DiskPool, open_disk_pool
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
 from wanma.parallel.parallelize import parallelize
 from wanma.planner.preparation.job_data import open_job_dataset
@@ -77,14 +78,18 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
     configure_numerics(job, plan)
     seed_generators(job.train.seed, worker.rank)
     worker.supervisor_client.report_progress(0, "joining")
-    alone = replace(plan, dp_replicate=1, batch_shares=())
-    # With an optimizer of tables the chief holds them and their state as `parallel.embedding` does.
-    whole = replace(alone, embedding="row_wise") if job.train.embedding_optimizer else alone
+    whole = replace(plan, dp_replicate=1, batch_shares=())
+    if job.train.embedding_optimizer:  # the chief holds tables and their state as `parallel.embedding` does
+        whole = replace(whole, embedding="row_wise")
+    alone = replace(whole, embedding="dense", embedding_memory_bytes=None)
     # Each worker is a run of one process: it communicates by the servers alone.
     local = replace(
         worker, rank=0, world_size=1, local_world_size=1, local_world_sizes=(), store=None, memory_files=None
     )
-    with open_mesh(local, whole, hang_timeout_seconds(job), job.parallel.collectives) as mesh:
+    with (
+        open_mesh(local, whole, hang_timeout_seconds(job), job.parallel.collectives) as mesh,
+        open_disk_pool(job, worker) as scratch,
+    ):
         data = open_job_dataset(job)
         spec = build_model_spec(request, data)
         with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
@@ -92,7 +97,7 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
                 servers.join(f"{data.fingerprint} {data.order_identity}")
                 servers.begin(0)
                 return runner.run(None)
-            chief = Chief(request, local, mesh, whole, spec, data, servers)
+            chief = Chief(request, local, mesh, whole, spec, data, servers, scratch)
             chief.trainer.step_data, runner.message = runner.step_data, chief.trainer.message
             with chief.trainer:
                 chief.begin(runner.tables.names)
@@ -255,8 +260,10 @@ class Chief:
         spec: ModelSpec,
         data: BatchedDataset,
         servers: ParameterServers,
+        scratch: DiskPool,
     ) -> None:
         self._servers, self._data, self._job = servers, data, request.job
+        self._release_pages = scratch.release_pages
         newest = last_record(RunDirectory(local.run_directory).metrics)
         recorded = 0 if newest is None else newest["step"]
         position = servers.join(f"{data.fingerprint} {data.order_identity}", recorded)
@@ -268,9 +275,10 @@ class Chief:
                 self._take_state(state)
                 state.step = position.step
                 state.samples = samples_consumed_before(self._job.train, position.step)
+            self._release_pages()
             return result
 
-        parallel = parallelize(spec, plan, mesh, request.job.train.seed)
+        parallel = parallelize(spec, plan, mesh, request.job.train.seed, scratch)
         identity = Identity(
             data=data.fingerprint,
             order=data.order_identity,
@@ -305,6 +313,7 @@ class Chief:
     def begin(self, tables: frozenset[str]) -> None:
         """Fill the servers, unless they hold the run's parameters already, and begin its steps."""
         state, job = self.trainer.state, self._job
+        position = ServerPosition(True, state.step, state.named_optimizer.update_count)
         seek_data(self.trainer, self._data)
         if self._data.bad_data_note:
             self.trainer.message(self._data.bad_data_note, "warning")
@@ -334,11 +343,7 @@ class Chief:
                 kind: {name: local_tensor(tensor) for name, tensor in by_name.items()}
                 for kind, by_name in state.named_optimizer.state_by_kind().items()
             }
-            updates = state.named_optimizer.update_count
-            self._servers.load(
-                parameters, optimizer, weights, saved, ServerPosition(True, state.step, updates)
-            )
-        position = ServerPosition(True, state.step, state.named_optimizer.update_count)
+            self._servers.load(parameters, optimizer, weights, saved, position, self._release_pages)
         self._pause_step = self._servers.begin(self._next_pause(), position)
 
     def record(self, records: tuple[AppliedStep, ...]) -> None:
@@ -397,7 +402,7 @@ class Chief:
         return min([train.steps, *stops])
 
     def _take_state(self, state: TrainingState) -> None:
-        """Copy the servers' parameters and optimizer state into the chief's, part by part."""
+        """Copy what the servers have changed into the chief's parameters and state, part by part."""
         optimizer, updates = state.named_optimizer, self._servers.join().updates
         weights = dict(state.parallel_model.named_parameters())
         with_state = {name for by_name in optimizer.state_by_kind().values() for name in by_name}
@@ -405,12 +410,21 @@ class Chief:
             optimizer.allocate_state(f"{name}.state" for name in missing)
         optimizer.update_count = updates
         own: Mapping[str, Mapping[str, Tensor]] = {"weight": weights, **optimizer.state_by_kind()}
+        changed: dict[str, Tensor] = {}
+        for table_optimizer in optimizer.table_optimizers:
+            changed |= table_optimizer.changed_rows()
         for parameter, rows, tensors in self._servers.fetch():
+            place = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
             for kind in tensors.keys() - {"step"}:
                 target = local_tensor(own[kind][parameter.name]).detach()
+                part = tensors[kind].to(target.device)
                 if target.ndim:
-                    target = target[rows.start : rows.stop]
-                target.copy_(tensors[kind].reshape(target.shape))
+                    target[place] = part.reshape(len(rows), *target.shape[1:])
+                else:
+                    target.copy_(part.reshape(()))
+            if parameter.name in changed:
+                changed[parameter.name][place] = True
+            self._release_pages()
 
 
 class ChiefTrainer(Trainer):
