@@ -116,6 +116,8 @@ def test_what_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
             loop(tmp_path / "run", job(2), **arguments)
     with pytest.raises(JobError, match=r"train\.optimizer_factory of the job"):
         loop(tmp_path / "run", job(2, optimizer_factory="torch.optim:RAdam"), optimizer=torch.optim.RAdam)
+    with pytest.raises(JobError, match=r"servers\.count"):
+        loop(tmp_path / "run", {**job(2), "servers": {"count": 1}})
     assert not (tmp_path / "run").exists()
 
 

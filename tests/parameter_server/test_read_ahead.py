@@ -49,7 +49,7 @@ def test_threads_load_the_steps_of_a_worker_each_once_and_count_their_requests(
     worker = WorkerContext.single_process(tmp_path)
     prepared = Counter({("store_requests", "s3"): 3})
     request = TrainRequest(to_job(JOB), Plan(micro_batch=16), prepared_traffic=prepared)
-    assert train_with_servers(worker, request, run(1, mode).clients[0]) == "finished"
+    assert train_with_servers(worker, request, run(1, mode).clients[0], request) == "finished"
     assert sorted(step for step, _ in loaded) == list(range(9))
     assert {name.partition("_")[0] for _, name in loaded} == {"wanma-loader"}
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -674,7 +674,7 @@ def test_a_submission_asks_for_the_cores_of_workers_and_servers(
             ("cluster.nodes=1..2", "cluster.rendezvous=127.0.0.1:29500", "parallel.dp_replicate=2"),
         ),
         ("train.optimizer", ("train.optimizer=adafactor",)),
-        ("train.precision", ("train.precision=bf16",)),
+        ("train.precision", ("train.precision=fp16",)),
         ("parallel.embedding", ("parallel.embedding=row_wise", "train.embedding_optimizer=adam")),
         ("train.weight_average", ("train.weight_average=0.9",)),
         ("train.non_finite", ("train.non_finite=retry",)),

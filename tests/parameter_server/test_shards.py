@@ -90,3 +90,31 @@ def test_a_row_whose_gradient_is_zero_is_not_used(shard: Callable[[str], Shard])
     other.apply(2, {"t": Gradient(values[:1], torch.tensor([6]))}, 1.0, 0.1)
     for key, tensor in one.tensors("t").items():
         assert torch.equal(tensor, other.tensors("t")[key]), key
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_parameter_without_gradient_is_left_alone_with_its_state(kind: str) -> None:
+    parameters = [ServedParameter(name, (4, 2), weight_decay=0.1) for name in "ab"]
+    table = ServerTable.build(1, parameters, {0: ("127.0.0.1", 1)}, 1)
+    one = Shard(
+        table, 0, {"kind": kind, "tables": None, "betas": (0.9, 0.9), "epsilon": 1e-8, "momentum": 0.9}
+    )
+    weights = {name: torch.nn.Parameter(torch.ones(4, 2)) for name in "ab"}
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    optimizer = (
+        torch.optim.AdamW(weights.values(), betas=(0.9, 0.9), **settings)
+        if kind == "adamw"
+        else torch.optim.SGD(weights.values(), momentum=0.9, **settings)
+    )
+    for name in "ab":
+        one.fill(name, 0, {"weight": torch.ones(4, 2)})
+    for update, names in enumerate(("ab", "a", "", "ab"), 1):
+        gradients = {name: torch.full((4, 2), float(update)) for name in names}
+        one.apply(update, {name: Gradient(gradient) for name, gradient in gradients.items()}, 1.0, 0.1)
+        for name, weight in weights.items():
+            weight.grad = gradients.get(name)
+        optimizer.step()
+    for name, weight in weights.items():
+        torch.testing.assert_close(one.tensors(name)["weight"], weight.detach())
+        for key, value in optimizer.state[weight].items():
+            torch.testing.assert_close(one.tensors(name)[key], value)

@@ -29,7 +29,7 @@ from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.engines.launchers.node_leader import mark_output_as_forwarded
 from wanma.engines.launchers.placement import read_placement
 from wanma.job.callbacks import Callback
-from wanma.job.errors import WanmaError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.file.serialization import value_text
 from wanma.job.forecast.forecast import Workload
@@ -118,7 +118,7 @@ def session(
     job = with_data_kinds(to_job(job, override_model_name(job, overrides, SCRIPT_MODEL)))
     objects = check_user_optimizer(job, optimizer, schedule)
     input_kind(job.model)  # refuses a preset that does not exist
-    require_fixed_nodes(job, "a loop in wanma.session")
+    _require_trainable_in_loop(job)
     worker, section = current_worker_context.get(), launch_cluster_section.get()
     placement = read_placement() if worker is None else None
     launched = ClusterSection(**section) if section is not None else None
@@ -156,6 +156,20 @@ def session(
             _open_session(job, prepared, monitored_rank, objects) as opened_session,
         ):
             yield opened_session
+
+
+def _require_trainable_in_loop(job: Job) -> None:
+    """Refuse a job that no loop of the user's own can train.
+
+    Raises:
+        JobError: its number of nodes may change, or it has parameter servers.
+    """
+    require_fixed_nodes(job, "a loop in wanma.session")
+    if job.servers.count:
+        raise JobError(
+            f"servers.count = {job.servers.count}: parameter servers train no loop in wanma.session",
+            "use wanma.train or model.factory, or set servers.count = 0",
+        )
 
 
 @contextmanager

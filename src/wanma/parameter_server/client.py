@@ -135,7 +135,8 @@ class ParameterServerClient:
                     key: tensor.reshape(parameter.rows, parameter.width) for key, tensor in tensors.items()
                 }
             if len(tensors) > 1:
-                tensors["step"] = torch.tensor(float(position.updates))
+                own = state.get("step", {}).get(name)  # else it had a gradient in each update
+                tensors["step"] = torch.tensor(float(position.updates if own is None else own))
             for shard, holders in enumerate(table.holders):
                 for rows in row_pieces(table.row_range(parameter, shard), parameter):
                     header = {"op": "load", "table": table.version, "shard": shard, "name": name}
@@ -222,8 +223,10 @@ class ParameterServerClient:
         while True:
             entries: Entries = {}
             for piece in self._pieces_of(rows):
-                gradient = gradients[piece.parameter.name].reshape(-1, piece.parameter.width)
                 of_shard = entries.setdefault(piece.shard, [])
+                if (whole := gradients.get(piece.parameter.name)) is None:
+                    continue
+                gradient = whole.reshape(-1, piece.parameter.width)
                 if piece.ids is not None:
                     of_shard.append(({**piece.keys, "field": "ids"}, piece.ids))
                 of_shard.append(
@@ -325,7 +328,8 @@ class ParameterServerClient:
         def requests() -> Iterator[tuple[int, dict[str, Any], Buffers]]:
             for server, tensors in sorted(by_server.items()):
                 descriptions, buffers = pack_tensors(tensors)
-                yield server, {**message, "tensors": descriptions}, buffers
+                shards = [shard for shard in entries if table.holders[shard][0] == server]
+                yield server, {**message, "shards": shards, "tensors": descriptions}, buffers
 
         answers, lost, refusal = ask_peers(self._server, requests())
         if refusal is not None:

@@ -198,9 +198,9 @@ class ServerCoordinator:
                 self._data = self._data or data
                 if data != self._data:
                     raise WanmaError(
-                        f"data: worker {header['worker']} has other data than others, or the same in another "
-                        "order",
-                        "give all nodes the same files",
+                        f"data: worker {header['worker']} has other data than others, the same in another "
+                        "order, or other buffers of the model",
+                        "give all nodes the same files, and draw buffers by generators that train.seed seeds",
                     )
             if (node := header.get("node")) is not None:
                 number, host, port = node

@@ -98,7 +98,8 @@ class ParameterServer:
         return {"tensors": descriptions}, content
 
     def _push(self, header: dict[str, Any], buffers: list[bytearray]) -> Answer:
-        gradients = _unpack_gradients(header, buffers)
+        without: dict[int, dict[str, Gradient]] = {shard: {} for shard in header["shards"]}
+        gradients = without | _unpack_gradients(header, buffers)
         generation, worker = header["generation"], header["worker"]
         with self._lock:
             if self._table is None or header["table"] != self._table.version:
@@ -178,7 +179,8 @@ class ParameterServer:
                     missing.add(worker)
         if missing or not shard.weights:
             return {}, missing
-        summed = {name: sum_gradients([part[name] for part in parts]) for name in shard.weights}
+        by_name = {name: [part[name] for part in parts if name in part] for name in shard.weights}
+        summed = {name: sum_gradients(some) for name, some in by_name.items() if some}
         self._sums[shard.index] = (order, summed)
         return summed, set()
 

@@ -118,7 +118,7 @@ class Shard:
 
         Args:
             update: number of the update, from 1.
-            gradients: summed gradients; none: the step is skipped.
+            gradients: summed gradients of the parameters that have one; none: the step is skipped.
             factor: factor from the sums to the clipped gradient of the mean loss.
             rate: learning rate.
 
@@ -135,7 +135,9 @@ class Shard:
         if gradients and self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["learning_rate_scale"]
-                gradient, (weight,) = gradients[group["name"]], group["params"]
+                gradient, (weight,) = gradients.get(group["name"]), group["params"]
+                if gradient is None:  # torch's rules leave it and its state as they are
+                    continue
                 if gradient.ids is not None and self._leaves_other_rows(group):
                     with torch.no_grad():
                         weight.index_add_(0, gradient.ids, gradient.values, alpha=-group["lr"] * factor)

@@ -155,7 +155,10 @@ def train_worker(worker: WorkerContext, payload: bytes) -> None:
     servers = ParameterServerClient(
         access, worker.rank, worker.generation, section.mode, section.compression, worker.node_rank, show_life
     )
-    train_with_servers(worker, request, servers)
+    # The chief's own module, loss and metrics refer to each other, and to none of its worker's.
+    has_module = "model" in request.user_objects
+    chief_request = read_request(payload) if worker.rank == 0 and has_module else request
+    train_with_servers(worker, request, servers, chief_request)
 
 
 def _find_coordinator(worker: WorkerContext, access: ServerAccess) -> ServerAccess:

@@ -6,7 +6,6 @@ from wanma.job.errors import JobError
 from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.resolution import input_kind
 
 _OPTIMIZERS = ("adamw", "sgd")
 """Optimizers whose rules compute element by element, so that servers can hold parameters by rows."""
@@ -57,20 +56,17 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
                 "set train.optimizer = 'adamw' or 'sgd'",
             )
         )
-    if plan.precision != "fp32":
-        found.append(("train.precision", plan.precision, "set train.precision = 'fp32'"))
+    if plan.precision not in ("fp32", "bf16"):
+        found.append(("train.precision", plan.precision, "set train.precision = 'fp32' or 'bf16'"))
     if job.model.family == "decoder" and (job.model.experts or 0) > 0:
         found.append(("model.experts", job.model.experts, "train it without servers"))
-    if input_kind(job.model) == "custom":
-        found.append(("model.factory", job.model.factory or "a module", "use a model of wanma's families"))
-    if job.model.loss is not None:
-        found.append(("model.loss", job.model.loss, "use the model's own loss"))
     if any(group.frozen for group in train.parameter_groups):
         found.append(
             ("train.parameter_groups.frozen", True, "train all parameters, or train without servers")
         )
     wanted = {
         "parallel.embedding": (parallel.embedding, "dense"),
+        "train.fp8": (plan.fp8, False),
         "train.weight_average": (train.weight_average, 0.0),
         "train.spike": (train.spike, "ignore"),
         "parallel.compression": (parallel.compression, "none"),

@@ -6,20 +6,17 @@ Between pauses only the servers have the newest parameters.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.data.datasets.dataset import BatchedDataset
-from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
+from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.data.step_loader import StepLoader
 from wanma.job.errors import JobError
 from wanma.job.file.run_settings import run_settings
@@ -38,20 +35,26 @@ from wanma.models.layers.batch_norm import find_step_statistics_modules
 from wanma.models.layers.router import TopKRouter
 from wanma.models.model_spec import ModelSpec
 from wanma.observe.sinks.jsonl import last_record
-from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.data_parallel.fsdp_errors import translate_fsdp_errors
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer, provide_global_batch
 from wanma.parallel.memory.disk_pool import DiskPool, open_disk_pool
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
 from wanma.parallel.parallelize import parallelize
+from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.planner.preparation.job_data import open_job_dataset
 from wanma.training.checkpointing.resume import ResumeResult, resume
-from wanma.training.checkpointing.run_identity import Identity
 from wanma.training.checkpointing.training_state import TrainingState, seed_generators
+from wanma.training.checks.carried_state import first_samples_forward, refuse_carried_state
+from wanma.training.checks.process_state import factory_paths, refuse_other_process_state
+from wanma.training.checks.served_module import DividedGlobalBatch, ServedModuleCheck
+from wanma.training.loop.chief_trainer import ChiefTrainer, applied_totals
 from wanma.training.loop.data_position import seek_data
 from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import (
+    build_identified_spec,
     build_loss,
     build_metrics,
-    build_model_spec,
+    check_user_code,
     hang_timeout_seconds,
     loss_fingerprint,
 )
@@ -59,22 +62,30 @@ from wanma.training.loop.training_loop import run_step_tasks, validate
 from wanma.training.optimizer.learning_rate_schedule import learning_rate_function
 from wanma.training.optimizer.named_optimizer import parameter_rules
 from wanma.training.optimizer.table_optimizer import table_rates
+from wanma.training.optimizer.user_optimizer import load_user_optimization
 from wanma.training.run.numerics import configure_numerics
 from wanma.training.run.step_data import StepData
-from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys
 from wanma.training.step.forward_backward import ForwardBackward
-from wanma.training.step.parameter_update import StepTotals
 from wanma.training.step.pulled_tables import WorkerTables
 
 
-def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: ParameterServers) -> str:
+def train_with_servers(
+    worker: WorkerContext, request: TrainRequest, servers: ParameterServers, chief_request: TrainRequest
+) -> str:
     """Train as one worker of parameter servers.
+
+    Args:
+        worker: context of this rank.
+        request: job to train.
+        servers: the servers.
+        chief_request: the same for the chief, whose module is not that of its worker.
 
     Returns:
         outcome: "finished" or "interrupted".
     """
     job, plan = request.job, request.plan
+    refuse_other_process_state(request.process_state, factory_paths(job, request.user_objects))
     configure_numerics(job, plan)
     seed_generators(job.train.seed, worker.rank)
     worker.supervisor_client.report_progress(0, "joining")
@@ -89,18 +100,19 @@ def train_with_servers(worker: WorkerContext, request: TrainRequest, servers: Pa
     with (
         open_mesh(local, whole, hang_timeout_seconds(job), job.parallel.collectives) as mesh,
         open_disk_pool(job, worker) as scratch,
+        translate_fsdp_errors(alone),
     ):
-        data = open_job_dataset(job)
-        spec = build_model_spec(request, data)
+        data = open_job_dataset(job, request.user_objects.get("data"))
+        spec, _ = build_identified_spec(request, data)
         with ServerWorker(worker, request, servers, spec, data, mesh, alone) as runner:
             if worker.rank != 0:
-                servers.join(f"{data.fingerprint} {data.order_identity}")
+                servers.join(runner.identity)
                 servers.begin(0)
                 return runner.run(None)
-            chief = Chief(request, local, mesh, whole, spec, data, servers, scratch)
+            chief = Chief(chief_request, local, mesh, whole, data, servers, runner.identity, scratch)
             chief.trainer.step_data, runner.message = runner.step_data, chief.trainer.message
             with chief.trainer:
-                chief.begin(runner.tables.names)
+                chief.begin(runner)
                 return runner.run(chief)
 
 
@@ -119,13 +131,14 @@ class ServerWorker:
     ) -> None:
         self._worker, self._servers, self._data, self._mesh = worker, servers, data, mesh
         self._job, self._targets_per_sample = request.job, data.targets_per_sample
-        self._plan = request.plan if servers.mode == "synchronous" else alone
+        self.plan = request.plan if servers.mode == "synchronous" else alone
+        """Plan by which the worker computes its part of a global batch."""
         self._data_rank = worker.rank if servers.mode == "synchronous" else 0
         self.tables = WorkerTables(torch.nn.Module())
 
         def build_module() -> torch.nn.Module:
             module = spec.build_module()
-            self.tables = WorkerTables(module)
+            self.tables = WorkerTables(module, PRECISION_DTYPES[alone.precision])
             return module
 
         self._model = parallelize(
@@ -136,10 +149,17 @@ class ServerWorker:
                 f"parameter servers do not support the experts of {spec.name}", "train without servers"
             )
         self._model.initialize_parameters()  # buffers, too
+        self._parameters = dict(self._model.named_parameters())
+        self.module_check = ServedModuleCheck(self._model) if spec.input_kind == "custom" else None
+        """Check of a user's module; None for wanma's own."""
+        buffers = "" if self.module_check is None else self.module_check.fingerprint
+        self.identity = f"{data.fingerprint} {data.order_identity} {buffers}"
+        """Identity of what all workers must have alike."""
         loss = build_loss(request, spec, data, self._model, mesh.device)
         self._forward_backward = ForwardBackward(self._model, request.job, alone, mesh, loss)
         self._gatherer = GlobalBatchGatherer(mesh, request.job.train.global_batch)
-        self._learning_rate_at = learning_rate_function(request.job.train, None)
+        schedule = load_user_optimization(request.job.train, request.user_objects).schedule
+        self._learning_rate_at = learning_rate_function(request.job.train, schedule)
         self._last_step = -2
         section, train = request.job.data, request.job.train
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
@@ -152,7 +172,7 @@ class ServerWorker:
             self.step_data.add_traffic(request.prepared_traffic)
         self._loader = StepLoader(
             data,
-            self._plan,
+            self.plan,
             train,
             self._data_rank,
             start_step=0,
@@ -203,13 +223,20 @@ class ServerWorker:
         batches, size = data.micro_batches, data.global_batch_size
         ids = self.tables.ids(batches)
         client.report_progress(step, "pull")
-        self._fill(self._servers.pull(ids), ids)
+        pulled = self._servers.pull(ids)
+        self._fill(pulled, ids)
         client.report_progress(step, "forward and backward")
         self._model.random_draws.step = step
         multiplier = self._model.gradient_divisor / (size * self._targets_per_sample)
-        shares_batch = self._plan.world_size > 1
-        with nullcontext() if shares_batch else self._gatherer.provide(self._plan, size):
+        is_divided = self.plan.world_size > 1
+        with (
+            provide_global_batch(DividedGlobalBatch())
+            if is_divided
+            else self._gatherer.provide(self.plan, size)
+        ):
             loss_sum, targets = self._forward_backward(batches, multiplier)
+        if self.module_check is not None:
+            self.module_check.check_step(pulled, float(loss_sum))
         client.report_progress(step, "push")
         self._servers.push(step, self._gradients(), ids)
         sums = [
@@ -231,21 +258,27 @@ class ServerWorker:
         )
 
     def _fill(self, tensors: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters.items():
             local_tensor(parameter).detach().copy_(tensors[name])
             parameter.grad = None
         self.tables.fill(ids, tensors, self._mesh.device)
 
     def _gradients(self) -> dict[str, Tensor]:
-        gradients = self.tables.gradients()
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is None:
-                raise JobError(
-                    f"{name} has no gradient: the loss does not depend on it, and parameter servers need one",
-                    "remove the parameter from the model, or train without servers",
-                )
-            gradients[name] = local_tensor(parameter.grad)
-        return gradients
+        """Return the gradients of the parameters that have one in this step."""
+        hooks = self._model.gradient_hooks
+        hooks.collect(self._parameters)
+        if hooks:
+            raise JobError(
+                "a parameter of the model has a gradient hook, and no worker of parameter servers has the "
+                "gradient of the global batch",
+                "remove the hook, or train without servers (servers.count = 0)",
+            )
+        gradients = {
+            name: local_tensor(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+        return self.tables.gradients() | gradients
 
 
 class Chief:
@@ -257,16 +290,22 @@ class Chief:
         local: WorkerContext,
         mesh: ParallelMesh,
         plan: Plan,
-        spec: ModelSpec,
         data: BatchedDataset,
         servers: ParameterServers,
+        joined_identity: str,
         scratch: DiskPool,
     ) -> None:
         self._servers, self._data, self._job = servers, data, request.job
         self._release_pages = scratch.release_pages
         newest = last_record(RunDirectory(local.run_directory).metrics)
         recorded = 0 if newest is None else newest["step"]
-        position = servers.join(f"{data.fingerprint} {data.order_identity}", recorded)
+        position = servers.join(joined_identity, recorded)
+        optimization = load_user_optimization(request.job.train, request.user_objects)
+        if optimization.optimizer is not None:
+            raise JobError(
+                f"parameter servers do not support the optimizer {optimization.optimizer.name}",
+                "set train.optimizer = 'adamw' or 'sgd', or train without servers (servers.count = 0)",
+            )
 
         def restore(state: TrainingState, *arguments: Any) -> ResumeResult:
             result = resume(state, *arguments, data=data)
@@ -278,8 +317,10 @@ class Chief:
             self._release_pages()
             return result
 
+        spec, model_identity = build_identified_spec(request, data)
         parallel = parallelize(spec, plan, mesh, request.job.train.seed, scratch)
-        identity = Identity(
+        identity = replace(
+            model_identity(),
             data=data.fingerprint,
             order=data.order_identity,
             loss=loss_fingerprint(request),
@@ -293,6 +334,7 @@ class Chief:
             parallel,
             targets_per_sample=data.targets_per_sample,
             identity=identity,
+            user_optimization=optimization,
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
             restore=restore,
@@ -307,16 +349,18 @@ class Chief:
         self._validate = partial(
             validate, self.trainer, data, forward_backward.evaluate, gatherer, lambda: metrics.names
         )
+        self._user_code = request, spec, data, forward_backward, gatherer
         self._last: AppliedStep | None = None
         self._pause_step = 0
 
-    def begin(self, tables: frozenset[str]) -> None:
+    def begin(self, worker: ServerWorker) -> None:
         """Fill the servers, unless they hold the run's parameters already, and begin its steps."""
-        state, job = self.trainer.state, self._job
+        state, job, tables = self.trainer.state, self._job, worker.tables.names
         position = ServerPosition(True, state.step, state.named_optimizer.update_count)
         seek_data(self.trainer, self._data)
         if self._data.bad_data_note:
             self.trainer.message(self._data.bad_data_note, "warning")
+        self._check_user_code(worker)
         if not self._is_loaded:
             rules = parameter_rules(state.parallel_model.roles, job.train)
             rates = {
@@ -326,7 +370,7 @@ class Chief:
                 rates |= {name: table_rates(name, job.train) for name in tables}
             parameters = [
                 ServedParameter(name, tuple(parameter.shape), name in tables, *rates[name])
-                for name, parameter in state.parallel_model.trainable_parameters().items()
+                for name, parameter in state.parallel_model.named_parameters()  # also frozen ones
             ]
             optimizer = {
                 "kind": job.train.optimizer,
@@ -346,6 +390,19 @@ class Chief:
             self._servers.load(parameters, optimizer, weights, saved, position, self._release_pages)
         self._pause_step = self._servers.begin(self._next_pause(), position)
 
+    def _check_user_code(self, worker: ServerWorker) -> None:
+        """Try the user's code in the layout of the workers."""
+        trainer, (_, _, data, forward_backward, _) = self.trainer, self._user_code
+        if worker.module_check is not None:
+            worker.module_check.refuse_other_buffers(trainer.state.parallel_model)
+        trainer.checked_plan = worker.plan
+        check_user_code(trainer, *self._user_code)
+        if worker.module_check is not None:
+            # Worker 0 validates with a module that counts no passes, as other ranks and micro-batches do.
+            trainer.checked_plan = replace(worker.plan, dp_replicate=2, micro_batch=1, batch_shares=())
+            refuse_carried_state(trainer, *first_samples_forward(trainer, data, forward_backward))
+        trainer.checked_plan = None
+
     def record(self, records: tuple[AppliedStep, ...]) -> None:
         """Record applied steps; of the last one before a pause, `end_pause` does."""
         seconds = self.trainer.seconds_since_record() / max(len(records), 1)
@@ -354,7 +411,7 @@ class Chief:
             if self.trainer.state.step == self._pause_step:
                 self._last = record
             else:
-                self.trainer.record_step(_totals(record))
+                self.trainer.record_step(applied_totals(record))
 
     def end_pause(self, is_drain_requested: bool) -> None:
         """Validate and save with the parameters of the servers, and let the workers go on."""
@@ -363,7 +420,7 @@ class Chief:
         self._take_state(state)
         is_interrupted = is_drain_requested or state.step != self._pause_step
         if self._last is not None:
-            totals = replace(_totals(self._last), is_drain_requested=is_drain_requested)
+            totals = replace(applied_totals(self._last), is_drain_requested=is_drain_requested)
             run_step_tasks(trainer, totals, self._validate, keeps_last_state=True)
         elif state.step > 0:
             trainer.save()
@@ -406,77 +463,33 @@ class Chief:
         optimizer, updates = state.named_optimizer, self._servers.join().updates
         weights = dict(state.parallel_model.named_parameters())
         with_state = {name for by_name in optimizer.state_by_kind().values() for name in by_name}
-        if updates and (missing := weights.keys() - with_state):  # an update gives state to all
+        trained = {name for name, parameter in optimizer.parameters.items() if parameter.requires_grad}
+        if updates and (missing := trained - with_state):
             optimizer.allocate_state(f"{name}.state" for name in missing)
-        optimizer.update_count = updates
+        counts: dict[str, int] = {}
         own: Mapping[str, Mapping[str, Tensor]] = {"weight": weights, **optimizer.state_by_kind()}
         changed: dict[str, Tensor] = {}
         for table_optimizer in optimizer.table_optimizers:
             changed |= table_optimizer.changed_rows()
         for parameter, rows, tensors in self._servers.fetch():
             place = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-            for kind in tensors.keys() - {"step"}:
+            kinds = tensors.keys() - {"step"}
+            if any(parameter.name not in own.get(kind, ()) for kind in kinds):  # released by a forward
+                optimizer.allocate_state([f"{parameter.name}.state"])
+                own = {"weight": weights, **optimizer.state_by_kind()}
+            for kind in kinds:
                 target = local_tensor(own[kind][parameter.name]).detach()
                 part = tensors[kind].to(target.device)
                 if target.ndim:
                     target[place] = part.reshape(len(rows), *target.shape[1:])
                 else:
                     target.copy_(part.reshape(()))
+            counts[parameter.name] = int(tensors.get("step", 0))
             if parameter.name in changed:
                 changed[parameter.name][place] = True
             self._release_pages()
-
-
-class ChiefTrainer(Trainer):
-    """Trainer whose steps are made elsewhere."""
-
-    records_staleness = False
-
-    def seconds_since_record(self) -> float:
-        """Return the time since the last recorded step, which the next ones share."""
-        return time.perf_counter() - self._step_started
-
-    def take_step(self, record: AppliedStep, seconds: float) -> None:
-        """Count a step that the servers have applied.
-
-        Args:
-            record: the step.
-            seconds: time of the step until now.
-        """
-        self._step_started = time.perf_counter() - seconds
-        samples = global_batch_size(self.job.train, self.state.step)
-        self._end_forward_backward()
-        self.state.end_step(record.applied, samples)
-        self._learning_rate, self._global_batch = record.learning_rate, samples
-        self._outer_result = record if self.records_staleness else None
-        self.step_data.take_exchanged_sums(record.data_sums, record.bad_places)
-        if not record.applied:
-            self.message(f"step {self.state.step}: skipped, gradient norm {record.gradient_norm}", "warning")
-        if record.applied and record.statistics and record.statistics[0]:
-            self._apply_statistics(record)
-
-    def record_step(self, totals: StepTotals) -> None:
-        """Record the step just finished, and only then report it: a successor makes no step again."""
-        super().record_step(totals)
-        self.worker.supervisor_client.report_finished_step(self.state.step)
-
-    def _apply_statistics(self, record: AppliedStep) -> None:
-        """Update batch statistics once, by the sums of all workers."""
-        packed = torch.from_numpy(sum(np.frombuffer(one, np.float64) for one in record.statistics))
-        place = 0
-        for module in find_step_statistics_modules(self.state.parallel_model.module).values():
-            parts = []
-            for like in module.pop_sums():
-                parts.append(packed[place : place + like.numel()].view_as(like).to(like))
-                place += like.numel()
-            module.apply_sums(*parts)
-
-
-def _totals(record: AppliedStep) -> StepTotals:
-    return StepTotals(
-        loss=record.loss,
-        target_count=record.target_count,
-        gradient_norm=record.gradient_norm,
-        gradient_multiplier=1.0,
-        is_drain_requested=False,
-    )
+        for name, kind, value in optimizer.state_entries():
+            if kind == "step" and (missed := updates - counts.get(name, updates)):
+                value.fill_(counts[name])  # it had no gradient in some updates
+                optimizer.missed_updates[name] = missed
+        optimizer.update_count = updates

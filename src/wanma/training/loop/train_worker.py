@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,16 +110,8 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
         data = open_job_dataset(job, request.user_objects.get("data"))
         data = join_data_parts(data, job, worker, plan)
         progress(0, "building the model")
-        identity = Identity()
-        if (model := request.user_objects.get("model")) is not None:
-            validate_module(model)
-            identity = identity_of(model, seeded=request.seeded)
-        spec = apply_freezing_to_spec(build_model_spec(request, data), job.train.parameter_groups)
-        is_factory = model is None and spec.input_kind == "custom"
-        recording_spec, current_identity = (
-            with_identity_recorded(spec, job.train.seed) if is_factory else (spec, lambda: identity)
-        )
-        parallel = parallelize(recording_spec, plan, grid, job.train.seed, scratch)
+        spec, model_identity = build_identified_spec(request, data)
+        parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
         with Trainer(
             job,
             plan,
@@ -127,7 +120,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             parallel,
             targets_per_sample=data.targets_per_sample,
             identity=replace(
-                current_identity(),
+                model_identity(),
                 data=data.fingerprint,
                 order=data.order_identity,
                 loss=loss_fingerprint(request),
@@ -155,21 +148,28 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
                 trainer.message(idle, "warning")
             forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
             gathering = GlobalBatchGatherer(grid, job.train.global_batch)
-            if checked := user_code(request, spec, forward_backward):
-                progress(trainer.state.step, "checking the loss")
-                refuse_sample_coupling(trainer, data, checked, gathering)
-                if checked.is_user_model and not gathering.is_used:
-                    forward, rows = first_samples_forward(trainer, data, forward_backward)
-                    refuse_carried_state(trainer, forward, rows, takes_any_rows=plan.pp == 1)
-            if has_user_metrics(request):
-                progress(trainer.state.step, "checking the metrics")
-                try_metrics(trainer, data, forward_backward, gathering)
+            check_user_code(trainer, request, spec, data, forward_backward, gathering)
             return run_training_loop(trainer, data, forward_backward, gathering)
 
 
 def hang_timeout_seconds(job: Job) -> float:
     """Return the seconds that the supervisor may wait for a sign of life."""
     return max(job.cluster.hang_timeout_seconds, job.cluster.start_timeout_seconds)
+
+
+def build_identified_spec(
+    request: TrainRequest, data: BatchedDataset
+) -> tuple[ModelSpec, Callable[[], Identity]]:
+    """Return the model, frozen as the job says, and a function that returns the identity of the built one."""
+    train, identity = request.job.train, Identity()
+    model = request.user_objects.get("model")
+    if model is not None:
+        validate_module(model)
+        identity = identity_of(model, seeded=request.seeded)
+    spec = apply_freezing_to_spec(build_model_spec(request, data), train.parameter_groups)
+    if model is None and spec.input_kind == "custom":
+        return with_identity_recorded(spec, train.seed)
+    return spec, lambda: identity
 
 
 def build_model_spec(request: TrainRequest, data: Any) -> ModelSpec:
@@ -238,6 +238,31 @@ def build_metrics(request: TrainRequest, data: BatchedDataset, loss: LossFunctio
     if of_classes and request.plan.cp == 1:  # else targets are sequences
         functions = {ACCURACY: class_accuracy, **functions}
     return Metrics(functions, is_per_position=request.plan.cp > 1)
+
+
+def check_user_code(
+    trainer: Trainer,
+    request: TrainRequest,
+    spec: ModelSpec,
+    data: BatchedDataset,
+    forward_backward: ForwardBackward,
+    gatherer: GlobalBatchGatherer,
+) -> None:
+    """Try the user's model, loss and metrics before the first step; every rank calls it.
+
+    Raises:
+        WanmaError: they compute other numbers under the plan than in a loop over the global batch.
+    """
+    progress = trainer.worker.supervisor_client.report_progress
+    if checked := user_code(request, spec, forward_backward):
+        progress(trainer.state.step, "checking the loss")
+        refuse_sample_coupling(trainer, data, checked, gatherer)
+        if checked.is_user_model and not gatherer.is_used:
+            forward, rows = first_samples_forward(trainer, data, forward_backward)
+            refuse_carried_state(trainer, forward, rows, takes_any_rows=request.plan.pp == 1)
+    if has_user_metrics(request):
+        progress(trainer.state.step, "checking the metrics")
+        try_metrics(trainer, data, forward_backward, gatherer)
 
 
 def user_code(request: TrainRequest, spec: ModelSpec, forward_backward: ForwardBackward) -> UserCode | None:

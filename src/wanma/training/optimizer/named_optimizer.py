@@ -85,7 +85,7 @@ class NamedOptimizer:
         self.tied_copies = tied_copies
         self._state_offload = state_offload
         self._update_count = 0
-        self._missed_updates: Counter[str] = Counter()
+        self.missed_updates: Counter[str] = Counter()
         """Number of updates in which a parameter had no gradient: it was frozen, or took no part."""
         self._preallocated: dict[Tensor, tuple[Tensor, Tensor]] = {}
         matrices = [name for name in rules if rules[name].is_orthogonalised]
@@ -143,7 +143,7 @@ class NamedOptimizer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
-        self._missed_updates.update(
+        self.missed_updates.update(
             name for name, parameter in self.parameters.items() if parameter.grad is None
         )
         self._step_optimizers()
@@ -177,7 +177,7 @@ class NamedOptimizer:
         owners = {name.rpartition(".")[0] for name in saved_names}
         for name, parameter in self.parameters.items():
             if f"{self.tied_copies.get(name, name)}.{_STEP_KEY}" in saved_names:
-                self._missed_updates[name] = 1  # until the count itself is loaded
+                self.missed_updates[name] = 1  # until the count itself is loaded
             if self.tied_copies.get(name, name) in owners:
                 parameter.grad = torch.zeros_like(parameter)
         attributes = self._read_attributes()
@@ -206,15 +206,15 @@ class NamedOptimizer:
         tensors = {}
         entries = Counter(name for name, _, _ in self.state_entries())
         for name, key, value in self.state_entries():
-            if key == _STEP_KEY and self._missed_updates[name] and not isinstance(value, Tensor):
+            if key == _STEP_KEY and self.missed_updates[name] and not isinstance(value, Tensor):
                 assert self._user_optimizer is not None  # torch's count in tensors
                 raise WanmaError(
-                    f"{name} had no gradient in {self._missed_updates[name]} steps, but the optimizer "
+                    f"{name} had no gradient in {self.missed_updates[name]} steps, but the optimizer "
                     f"{self._user_optimizer.name} counts steps in a plain number, which checkpoints do "
                     "not include",
                     'keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
                 )
-            is_implied = key == _STEP_KEY and not self._missed_updates[name] and entries[name] > 1
+            is_implied = key == _STEP_KEY and not self.missed_updates[name] and entries[name] > 1
             if isinstance(value, Tensor) and not is_implied:
                 tensors[f"{name}.{key}"] = value
         return tensors
@@ -270,8 +270,8 @@ class NamedOptimizer:
                 name = self._names[id(parameter)]
                 if _STEP_KEY not in state:
                     continue
-                if self._missed_updates[name]:
-                    self._missed_updates[name] = count - int(state[_STEP_KEY])
+                if self.missed_updates[name]:
+                    self.missed_updates[name] = count - int(state[_STEP_KEY])
                 elif isinstance(state[_STEP_KEY], Tensor):
                     state[_STEP_KEY].fill_(count)
                 else:

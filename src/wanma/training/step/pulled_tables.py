@@ -15,9 +15,9 @@ from wanma.models.recommender.embedding_tables import OFFSETS, EmbeddingTables
 class PulledTables(nn.Module):
     """Rows of embedding tables by feature name, with the interface of `EmbeddingTables` and no parameter."""
 
-    def __init__(self, tables: EmbeddingTables) -> None:
+    def __init__(self, tables: EmbeddingTables, dtype: torch.dtype) -> None:
         super().__init__()
-        self.names = tuple(tables.rows)
+        self.names, self._dtype = tuple(tables.rows), dtype
         self.ids: dict[str, Tensor] = {}
         """By feature the ids of the rows that are here, in order, (rows,)."""
         self.rows: dict[str, Tensor] = {}
@@ -32,12 +32,12 @@ class PulledTables(nn.Module):
         places, rows = self._places(name, ids), self.rows[name]
         is_single = len(ids) == len(starts) and bool((starts.diff() == 1).all())
         if is_single and rows.device.type == "cpu":  # on GPUs its backward adds up in any order
-            return rows.index_select(0, places)
-        return F.embedding_bag(places, rows, starts, mode="sum")
+            return rows.index_select(0, places).to(self._dtype)
+        return F.embedding_bag(places, rows, starts, mode="sum").to(self._dtype)
 
     def lookup(self, name: str, ids: Tensor) -> Tensor:
         """Return the vectors (..., width) of single ids (...)."""
-        return F.embedding(self._places(name, ids), self.rows[name])
+        return F.embedding(self._places(name, ids), self.rows[name]).to(self._dtype)
 
     def _places(self, name: str, ids: Tensor) -> Tensor:
         return torch.searchsorted(self.ids[name], ids)
@@ -48,16 +48,17 @@ class WorkerTables:
 
     Args:
         model: recommender whose `EmbeddingTables` are replaced in place; other models have none.
+        dtype: dtype of the vectors, whose rows and sums are fp32.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self._features: dict[str, tuple[PulledTables, str]] = {}
         """By parameter its tables and feature."""
         found = [
             (path, module) for path, module in model.named_modules() if isinstance(module, EmbeddingTables)
         ]
         for path, module in found:
-            pulled = PulledTables(module)
+            pulled = PulledTables(module, dtype)
             model.set_submodule(path, pulled)
             for name in module.rows:
                 self._features[f"{path}.tables.of_{name}.weight"] = (pulled, name)
