@@ -130,8 +130,8 @@ class Shard:
         if update > self.version + 1:
             raise WanmaError(f"shard {self.index} has update {self.version}, and was given {update}")
         if gradients:
-            for name, parameter in self._tables.items():
-                self._update_rows(update, parameter, gradients[name], factor, rate)
+            for name in self._tables.keys() & gradients.keys():
+                self._update_rows(update, self._tables[name], gradients[name], factor, rate)
         if gradients and self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["learning_rate_scale"]
