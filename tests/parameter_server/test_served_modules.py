@@ -162,6 +162,19 @@ def test_synchronous_servers_train_in_bf16_as_one_process(
     assert largest_difference(served.state(), alone.state()) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("job", "frozen"),
+    [("own", "train.parameter_groups=[{match='blocks.*', frozen=true}]"), ("gpt", "model.lora_rank=2")],
+)
+def test_synchronous_servers_train_beside_frozen_parameters_as_one_process(
+    desk: Desk, job: str, frozen: str
+) -> None:
+    alone = trained(desk, job, f"{job}-frozen-alone", frozen, "parallel.micro_batch=8")
+    served = trained(desk, job, f"{job}-frozen", frozen, *SERVED)
+    assert np.allclose(served.losses, alone.losses, rtol=0, atol=1e-6)
+    assert largest_difference(served.state(), alone.state()) <= 1e-6
+
+
 def test_servers_follow_a_schedule_of_the_user_s(desk: Desk) -> None:
     keys = ("servers.count=1", "train.schedule_factory=support.served:halved", "train.steps=2")
     training = trained(desk, "gpt", "gpt-schedule", *keys)

@@ -6,6 +6,7 @@ from wanma.job.errors import JobError
 from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
+from wanma.models.config.resolution import input_kind
 
 _OPTIMIZERS = ("adamw", "sgd")
 """Optimizers whose rules compute element by element, so that servers can hold parameters by rows."""
@@ -60,7 +61,7 @@ def _limits(job: Job, plan: Plan) -> list[tuple[str, object, str]]:
         found.append(("train.precision", plan.precision, "set train.precision = 'fp32' or 'bf16'"))
     if job.model.family == "decoder" and (job.model.experts or 0) > 0:
         found.append(("model.experts", job.model.experts, "train it without servers"))
-    if any(group.frozen for group in train.parameter_groups):
+    if any(group.frozen for group in train.parameter_groups) and input_kind(job.model) == "interactions":
         found.append(
             ("train.parameter_groups.frozen", True, "train all parameters, or train without servers")
         )
