@@ -194,7 +194,7 @@ def _open_session(
     from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.training.loop.session import Session
     from wanma.training.loop.train_worker import hang_timeout_seconds
-    from wanma.training.run.numerics import configure_numerics
+    from wanma.training.run.numerics import configure_numerics, flush_denormals
 
     run, plan = RunDirectory(worker.run_directory), prepared.plan
     reads_text = job.data.has_text
@@ -207,7 +207,8 @@ def _open_session(
             )
 
     configure_numerics(job, plan)
-    with open_mesh(worker, plan, hang_timeout_seconds(job), job.parallel.collectives) as grid:
+    timeout = hang_timeout_seconds(job)
+    with flush_denormals(), open_mesh(worker, plan, timeout, job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
         session = Session(
             job,

@@ -44,11 +44,16 @@ COUNT_DENORMALS = """
 import torch
 from wanma.training.run.numerics import flush_denormals
 
+def count():
+    weight = torch.full((1_000_000,), 1e-30, requires_grad=True)
+    (weight * 1e-10).sum().backward(torch.tensor(1e-30))
+    return int((weight.detach() * 1e-10).count_nonzero()), int(weight.grad.count_nonzero())
+
 torch.set_num_threads(2)
-flush_denormals()
-weight = torch.full((1_000_000,), 1e-30, requires_grad=True)
-(weight * 1e-10).sum().backward(torch.tensor(1e-30))
-print(int((weight.detach() * 1e-10).count_nonzero()), int(weight.grad.count_nonzero()))
+with flush_denormals():
+    print(*count())
+torch.set_num_threads(1)
+print(*count())
 """
 
 
@@ -59,4 +64,4 @@ def test_denormal_numbers_are_zero_in_all_threads_forward_and_backward() -> None
     found = subprocess.run(
         [sys.executable, "-c", COUNT_DENORMALS], capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == ["0", "0"]
+    assert found.stdout.split() == ["0", "0", "1000000", "1000000"]  # and afterwards as before

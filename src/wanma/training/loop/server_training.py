@@ -63,13 +63,14 @@ from wanma.training.optimizer.learning_rate_schedule import learning_rate_functi
 from wanma.training.optimizer.named_optimizer import parameter_rules
 from wanma.training.optimizer.table_optimizer import table_rates
 from wanma.training.optimizer.user_optimizer import load_user_optimization
-from wanma.training.run.numerics import configure_numerics
+from wanma.training.run.numerics import configure_numerics, flush_denormals
 from wanma.training.run.step_data import StepData
 from wanma.training.step.early_stopping import check_validation_keys
 from wanma.training.step.forward_backward import ForwardBackward
 from wanma.training.step.pulled_tables import WorkerTables
 
 
+@flush_denormals()
 def train_with_servers(
     worker: WorkerContext, request: TrainRequest, servers: ParameterServers, chief_request: TrainRequest
 ) -> str:

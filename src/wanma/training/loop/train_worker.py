@@ -60,7 +60,7 @@ from wanma.training.loss.user_loss import prepare_loss
 from wanma.training.loss.validation_metrics import ACCURACY, Metrics, class_accuracy, user_metrics
 from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
 from wanma.training.run.data_parts import join_data_parts
-from wanma.training.run.numerics import configure_numerics
+from wanma.training.run.numerics import configure_numerics, flush_denormals
 from wanma.training.run.start_health_check import check_cluster, check_local_device
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note
@@ -87,6 +87,7 @@ def read_request(payload: bytes) -> TrainRequest:
     return request
 
 
+@flush_denormals()
 def train(worker: WorkerContext, request: TrainRequest) -> str:
     """Run the job on this rank.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,9 +20,8 @@ VECTOR_MATH_OPERATORS = (
 
 
 def configure_numerics(job: Job, plan: Plan) -> None:
-    """Apply the settings of the job and the plan: threads, denormals, determinism, choice of kernels."""
+    """Apply the settings of the job and the plan: threads, determinism, choice of kernels."""
     torch.set_num_threads(plan.threads_per_rank)
-    flush_denormals()
     warm_up_vector_math()
     if job.train.deterministic:
         if plan.compile:
@@ -34,7 +35,8 @@ def configure_numerics(job: Job, plan: Plan) -> None:
         torch.backends.cudnn.benchmark = not job.train.deterministic
 
 
-def flush_denormals() -> None:
+@contextmanager
+def flush_denormals() -> Iterator[None]:
     """Let this thread and the threads that it starts take numbers below 1.2e-38 as zero, as TensorFlow does.
 
     Processors compute with denormal numbers tens of times more slowly, and a model makes the more of them the
@@ -43,7 +45,12 @@ def flush_denormals() -> None:
     """
     for dtype in (np.float32, np.float64):
         np.finfo(dtype)  # NumPy keeps it; before 2.4 it warns when it finds no denormal numbers
+    was_set = float(torch.tensor(1e-39) * 1.0) == 0.0
     torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(was_set)
 
 
 def warm_up_vector_math() -> None:
