@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,11 @@ from support.command import share_compiled
 from wanma.hardware.checks import doctor
 from wanma.hardware.checks.doctor import (
     CheckResult,
-    measure_disk_write_seconds,
     probe_gloo_loopback,
     run_checks,
 )
-from wanma.hardware.discovery import cpu_peak
 from wanma.hardware.discovery.network_interfaces import Interface, NetworkRoute
+from wanma.hardware.measurement import cpu_peak
 from wanma.hardware.native import native_library
 
 
@@ -148,20 +148,13 @@ def test_too_many_threads_in_the_environment_are_pointed_out(monkeypatch: pytest
 def test_a_place_that_cannot_be_written_is_a_finding_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(folder: Path, size: int) -> float:
+    def refuse(folder: Path, size: int) -> Callable[[], object]:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(doctor, "measure_disk_write_seconds", refuse)
+    monkeypatch.setattr(doctor, "disk_write_run", refuse)
     finding = doctor._check_disk(tmp_path)
     assert finding.status == "warn"
     assert finding.text == f"cannot write to {tmp_path}: Permission denied"
-
-
-def test_the_disk_probe_writes_and_removes_its_file(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    assert measure_disk_write_seconds(folder, 1 << 16) > 0
-    assert list(folder.iterdir()) == []
 
 
 def test_gloo_reduces_over_the_loopback() -> None:

@@ -1,4 +1,4 @@
-"""A processor that the catalogue lacks is measured at first use, told, and kept for the machine."""
+"""A processor is measured at first use, told, and kept for the machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from wanma.hardware.discovery import first_use_measurement
-from wanma.hardware.discovery.cpu_peak import cpu_peak_file, read_cpu_peak
 from wanma.hardware.discovery.first_use_measurement import with_measured_cpu_peak
 from wanma.hardware.discovery.node import discover_node
+from wanma.hardware.measurement.cpu_peak import cpu_peak_file, read_cpu_peak
 from wanma.job.cluster import Cluster
 from wanma.job.plan.plan import Plan
 from wanma.planner.hardware_model.builder import build_hardware_model
@@ -34,7 +34,8 @@ def test_it_is_measured_once_told_and_kept_and_gives_a_run_its_step_time_and_pea
     known = with_measured_cpu_peak(unknown, told.append, {})
     (node,) = known.nodes
     assert node.cpu.peak_flops_per_second["fp32"] > 1e8
-    assert "its peak was measured once" in told[0]
+    assert node.cpu.bandwidth_bytes_per_second > 1e8
+    assert "were measured once" in told[0]
     assert str(cpu_peak_file()) in told[0]
     assert build_hardware_model(known).unknown == ""
     assert with_measured_cpu_peak(known, told.append, {}) == known
@@ -48,7 +49,7 @@ def test_where_it_cannot_be_kept_the_reason_is_told(
     unknown: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Any rates do for what cannot be written; the true ones take seconds.
-    quick = "from wanma.hardware.discovery import cpu_peak; cpu_peak._measure_precision = lambda _: 1e9; "
+    quick = "from wanma.hardware.measurement import cpu_peak; cpu_peak._measure_precision = lambda _: 1e9; "
     monkeypatch.setattr(first_use_measurement, "_PROGRAM", quick + "cpu_peak.measure_cpu_peak()")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -62,3 +63,13 @@ def test_a_switch_turns_it_off(unknown: Cluster) -> None:
     told: list[str] = []
     assert with_measured_cpu_peak(unknown, told.append, {"WANMA_MEASURE_CPU": "0"}) == unknown
     assert told == []
+
+
+def test_a_processor_of_the_catalogue_is_measured_too_and_one_with_its_memory_unmeasured(
+    unknown: Cluster,
+) -> None:
+    (node,) = unknown.nodes
+    catalogued = Cluster((replace(node, cpu=replace(node.cpu, peak_flops_per_second={"fp32": 1.0})),))
+    (measured,) = with_measured_cpu_peak(catalogued, lambda _: None, {}).nodes
+    assert measured.cpu.peak_flops_per_second["fp32"] > 1e8
+    assert measured.cpu.bandwidth_bytes_per_second > 1e8

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wanma.planner.calibration import device_benchmarks
-from wanma.planner.calibration.device_benchmarks import copy_cases, copy_run, fp8_run, matmul_cases
+from wanma.planner.calibration.device_benchmarks import copy_cases, fp8_run, matmul_cases
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,6 @@ def test_a_copy_moves_twice_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     ((kind, precision, shape, measure),) = copy_cases(CPU)
     assert (kind, precision, shape) == ("copy", "", (1 << 17,))
     assert measure(0.001) > 0
-    assert torch.equal(copy_run(CPU, 16)(), torch.zeros(16, dtype=torch.uint8))
 
 
 def test_a_product_in_fp8_has_its_shape_and_dtype() -> None:

@@ -30,6 +30,7 @@ from wanma.collectives.measurement.pair_links import (
     measure_pair_latency,
     measure_pair_stream,
 )
+from wanma.hardware.measurement.storage_benchmarks import storage_cases
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.model import ModelSection
@@ -45,7 +46,6 @@ from wanma.planner.calibration.framework_benchmarks import (
 )
 from wanma.planner.calibration.microbenchmarks import collective_buffers, operator_cases
 from wanma.planner.calibration.round_robin import sum_over_ranks
-from wanma.planner.calibration.storage_benchmarks import storage_cases
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 MAX_RANKS_OF_ALL_PAIRS = 32

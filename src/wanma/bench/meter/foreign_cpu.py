@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from wanma.bench.meter.process_tree import own_cpu_seconds
-from wanma.hardware.discovery.cpu_load import ROOT, busy_cpu_seconds
+from wanma.hardware.measurement.cpu_load import ROOT, busy_cpu_seconds
 
 
 class ForeignCpu:

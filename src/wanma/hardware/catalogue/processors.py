@@ -2,7 +2,7 @@
 
 No maker publishes matrix rates of whole processors. Per core and cycle: AVX2 with two FMA units does 32
 fp32 operations, AVX-512 with two does 64 (half in fp64); AMX does 2,048 in bf16; AVX-512's dot product
-doubles fp32 in bf16. The rate of a rented slice of a processor is measured (`discovery.cpu_peak`).
+doubles fp32 in bf16. The rate of a rented slice of a processor is measured (`measurement.cpu_peak`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each check examines one thing and returns findings. The node stays as it is, except for a file
 that is written and removed to time the disk, and for the user's cache folder: the measured CPU
-peak, and the compiled code of collectives.
+peaks, and the compiled code of collectives.
 torch is imported inside the checks, so that other commands stay fast.
 """
 
@@ -14,16 +14,13 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from wanma.hardware.discovery.cpu_peak import cpu_peak_file, measure_cpu_peak
 from wanma.hardware.discovery.network_interfaces import (
     INTERFACE_VARIABLES,
     NetworkRoute,
@@ -32,6 +29,8 @@ from wanma.hardware.discovery.network_interfaces import (
     loopback_hostname,
 )
 from wanma.hardware.discovery.node import discover_node, list_gpus
+from wanma.hardware.measurement.cpu_peak import cpu_peak_file, measure_cpu_peak, read_memory_rate
+from wanma.hardware.measurement.run_times import disk_write_run, mean_run_seconds
 from wanma.hardware.native.cpp_compiler import find_cpp_compiler
 from wanma.hardware.native.instruction_sets import find_carried_library
 from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, find_or_build_library
@@ -52,6 +51,7 @@ MIN_SHARED_MEMORY_BYTES = 2**30
 MIN_FREE_DISK_BYTES = 10 * 2**30
 MIN_DISK_BYTES_PER_SECOND = 100 * 10**6
 WRITE_PROBE_BYTES = 32 * 2**20
+DISK_PROBE_SECONDS = 0.1
 
 EXTRAS = {
     "tensorboard": ("tensorboard", "TensorBoard files"),
@@ -194,7 +194,8 @@ def _check_cpu_peak() -> CheckResult:
     except WanmaError as error:
         return CheckResult("CPU peak", "warn", error.message, error.hint)
     rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peak.items())
-    return CheckResult("CPU peak", "ok", f"{rates} GFLOP/s on {cores} threads; kept in {cpu_peak_file()}")
+    text = f"{rates} GFLOP/s, memory {(read_memory_rate(cores) or 0.0) / 1e9:,.0f} GB/s on {cores} threads"
+    return CheckResult("CPU peak", "ok", f"{text}; kept in {cpu_peak_file()}")
 
 
 def _check_memory() -> CheckResult:
@@ -324,7 +325,8 @@ def _check_disk(runs: Path) -> CheckResult:
         folder = folder.parent
     free_bytes = shutil.disk_usage(folder).free
     try:
-        rate = WRITE_PROBE_BYTES / measure_disk_write_seconds(folder, WRITE_PROBE_BYTES)
+        write = disk_write_run(folder, WRITE_PROBE_BYTES)
+        rate = WRITE_PROBE_BYTES / mean_run_seconds(write, DISK_PROBE_SECONDS)
     except OSError as error:
         reason = f"cannot write to {folder}: {error.strerror or error}"
         return CheckResult("disk", "warn", reason, "choose another folder with --run-dir DIR or observe.runs")
@@ -420,18 +422,3 @@ def probe_gloo_loopback() -> str:
     if any(thread.is_alive() for thread in threads):
         return f"no answer within {2 * GLOO_TIMEOUT_SECONDS} s"
     return "" if sums == {0: 3.0, 1: 3.0} else f"wrong sums: {sums}"
-
-
-def measure_disk_write_seconds(folder: Path, size: int) -> float:
-    """Return the seconds to write `size` bytes to a new file in `folder` and force them to the disk.
-
-    Raises:
-        OSError: the folder cannot be written to, or is full.
-    """
-    block = os.urandom(size)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".wanma-doctor-") as file:
-        start = time.perf_counter()
-        file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return time.perf_counter() - start

@@ -1,1 +1,1 @@
-"""Discovery of this node: devices, usable cores and memory, network, topology, CPU peak."""
+"""Discovery of this node: devices, usable cores and memory, network and topology."""

@@ -1,4 +1,4 @@
-"""Measurement of a processor that the catalogue lacks, at its first use, stored for this node.
+"""Measurement of the rates of this node's processor, at its first use, stored for this node.
 
 A child process measures: it imports torch, so that this process need not.
 """
@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from wanma.hardware.discovery.cpu_peak import cpu_peak_file, read_cpu_peak
+from wanma.hardware.measurement.cpu_peak import cpu_peak_file, read_cpu_peak, read_memory_rate
 from wanma.job.cluster import Cluster
 
 MEASURE_CPU_VARIABLE = "WANMA_MEASURE_CPU"
 """Environment variable; `0` turns the measurement off."""
 _TIMEOUT_SECONDS = 60
-_PROGRAM = "from wanma.hardware.discovery.cpu_peak import measure_cpu_peak; measure_cpu_peak()"
+_PROGRAM = "from wanma.hardware.measurement.cpu_peak import measure_cpu_peak; measure_cpu_peak()"
 
 
 def with_measured_cpu_peak(
@@ -26,8 +26,9 @@ def with_measured_cpu_peak(
     report: Callable[[str], None] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Cluster:
-    """Return this node with the peak rates of an uncatalogued processor measured: about two seconds, once.
+    """Return this node with the peak rates of its processor measured: about three seconds, once.
 
+    A catalogue has the rates of a whole processor, and a rented slice has others, above all of memory.
     Nodes with accelerators are returned unchanged, and so is this one if the measurement fails; `report` gets
     the reason.
 
@@ -41,7 +42,7 @@ def with_measured_cpu_peak(
     if (
         node.devices
         or cpu is None
-        or cpu.peak_flops_per_second
+        or (cpu.peak_flops_per_second and read_memory_rate(node.cores) is not None)
         or environment.get(MEASURE_CPU_VARIABLE) == "0"
     ):
         return cluster
@@ -61,12 +62,16 @@ def with_measured_cpu_peak(
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     peak = {key: float(round(rate)) for key, rate in read_cpu_peak(node.cores).items()}
-    if not peak:
-        report(f"{cpu.name} is not in the device catalogue, and its peak could not be measured: {failure}")
+    memory_rate = read_memory_rate(node.cores)
+    if not peak or memory_rate is None:
+        report(f"the rates of {cpu.name} could not be measured: {failure}")
         return cluster
     rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peak.items())
     report(
-        f"{cpu.name} is not in the device catalogue; its peak was measured once, in "
-        f"{time.perf_counter() - start:.1f} s: {rates} GFLOP/s; kept in {cpu_peak_file()}"
+        f"the rates of {cpu.name} were measured once, in {time.perf_counter() - start:.1f} s: {rates} "
+        f"GFLOP/s, memory {memory_rate / 1e9:,.0f} GB/s; kept in {cpu_peak_file()}"
     )
-    return Cluster((replace(node, cpu=replace(cpu, peak_flops_per_second=peak)),))
+    measured_cpu = replace(
+        cpu, peak_flops_per_second=peak, bandwidth_bytes_per_second=float(round(memory_rate))
+    )
+    return Cluster((replace(node, cpu=measured_cpu),))

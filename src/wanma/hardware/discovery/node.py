@@ -23,7 +23,7 @@ from wanma.hardware.cluster_file.node_builder import (
     inter_node_levels,
     intra_node_levels,
 )
-from wanma.hardware.discovery.cpu_peak import read_cpu_peak
+from wanma.hardware.measurement.cpu_peak import read_cpu_peak, read_memory_rate
 from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import WanmaError
 from wanma.job.run.resource_limits import ROOT, cpu_model, usable_cores, usable_memory_bytes
@@ -71,11 +71,15 @@ def _cpu_device(cores: int, memory_bytes: int) -> Device:
     catalogue_device = kind.to_processor(cores, memory_bytes) if kind and kind.cores else None
     # Whole numbers survive being written to a cluster file.
     measured_peak = {key: float(round(rate)) for key, rate in read_cpu_peak(cores).items()}
-    if catalogue_device is not None:
-        return replace(
-            catalogue_device, peak_flops_per_second=measured_peak or catalogue_device.peak_flops_per_second
-        )
-    return Device("cpu", name, memory_bytes, measured_peak)
+    memory_rate = read_memory_rate(cores)
+    device = catalogue_device or Device("cpu", name, memory_bytes, {})
+    return replace(
+        device,
+        peak_flops_per_second=measured_peak or device.peak_flops_per_second,
+        bandwidth_bytes_per_second=(
+            device.bandwidth_bytes_per_second if memory_rate is None else float(round(memory_rate))
+        ),
+    )
 
 
 @dataclass(frozen=True)

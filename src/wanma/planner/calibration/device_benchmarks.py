@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
+from wanma.hardware.measurement.run_times import copy_run
 from wanma.planner.calibration.host_benchmarks import COPIED_BYTES
 from wanma.planner.calibration.microbenchmarks import GPU_MATMULS, timed_run
 from wanma.torch_internals.operators import scaled_mm
@@ -43,13 +43,6 @@ def matmul_cases(device: torch.device) -> Iterator[DeviceCase]:
             yield "product", "tf32", shape, partial(_in_tf32, measure)
         if capability >= FP8_CAPABILITY:
             yield "product", "fp8", shape, timed_run(device, 1.0, partial(fp8_run, device, shape))
-
-
-def copy_run(device: torch.device, size: int) -> Callable[[], Tensor]:
-    """Return a run that copies a buffer within the device's memory."""
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 def fp8_run(device: torch.device, shape: tuple[int, int, int]) -> Callable[[], object]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.hardware.measurement.run_times import disk_write_run
 from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint
 from wanma.planner.hardware_model.model import HostModel
 
@@ -60,7 +60,7 @@ def host_benchmark_cases(
     yield "file_read", (COPIED_BYTES,), lambda: _file(folder, writes=False)
     if (trim := find_malloc_trim()) is not None:
         yield "fresh", (ALLOCATED_TENSORS * COPIED_BYTES // 8,), lambda: _allocate_and_free(trim)
-    yield "disk", (COPIED_BYTES,), lambda: _disk(folder)
+    yield "disk", (COPIED_BYTES,), lambda: disk_write_run(folder, COPIED_BYTES)
 
 
 def fit_host_model(points: Sequence[BenchmarkPoint]) -> HostModel:
@@ -124,18 +124,5 @@ def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
         else:
             content.copy_(buffer)
         mapped.madvise(mmap.MADV_DONTNEED)
-
-    return run
-
-
-def _disk(folder: Path) -> Callable[[], object]:
-    """Return a run that writes a file and waits until the disk has it."""
-    content = os.urandom(COPIED_BYTES)  # random, because some disks compress
-
-    def run() -> None:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
 
     return run

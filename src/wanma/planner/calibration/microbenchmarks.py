@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from wanma.hardware.measurement.run_times import fastest_run_seconds, mean_run_seconds
 from wanma.planner.calibration.host_benchmarks import host_benchmark_cases
 from wanma.planner.calibration.round_robin import sum_over_ranks
 from wanma.planner.hardware_model.calibration import BenchmarkKind
@@ -220,11 +221,7 @@ def _time_on_cpu(run: Callable[[], object], seconds: float, threads_per_core: fl
     seconds that it computed with, times the threads per core, do not.
     """
     clock = time.perf_counter if threads_per_core <= 1 else time.process_time
-    count, start, began = 0, time.perf_counter(), clock()
-    while time.perf_counter() - start < seconds or not count:
-        run()
-        count += 1
-    return (clock() - began) * max(threads_per_core, 1.0) / count
+    return mean_run_seconds(run, seconds, clock=clock) * max(threads_per_core, 1.0)
 
 
 def _time_on_accelerator(run: Callable[[], object], seconds: float) -> float:
@@ -258,11 +255,5 @@ def _native_precisions(
 def _small_matmul_seconds(dtype: torch.dtype) -> float:
     """Return the seconds of a small product, the best of many because others may be busy."""
     x = torch.ones(256, 256, dtype=dtype)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        torch.mm(x, x)
-        return time.perf_counter() - start
-
-    seconds()  # the first run builds its kernel
-    return min(seconds() for _ in range(10))
+    torch.mm(x, x)  # the first run builds its kernel
+    return fastest_run_seconds(lambda: torch.mm(x, x), 0.0, min_runs=10)

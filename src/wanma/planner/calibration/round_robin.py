@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
+from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
 from wanma.planner.calibration.noise_filter import (
     ClassifiedRound,
     Round,

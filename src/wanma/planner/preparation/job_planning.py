@@ -12,7 +12,7 @@ from wanma.checkpoint.remote.remote_storage import check_url
 from wanma.data.cache.node_cache import process_traffic
 from wanma.data.opening import prepare_job_data
 from wanma.data.stores.client import Traffic
-from wanma.hardware.discovery.cpu_peak import read_cpu_peak
+from wanma.hardware.measurement.cpu_peak import read_cpu_peak
 from wanma.hardware.native.cpp_compiler import NO_COMPILER_MESSAGE, find_cpp_compiler
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra_error

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.hardware.discovery import cpu_peak
-from wanma.hardware.discovery.cpu_peak import cpu_peak_file, measure_cpu_peak, read_cpu_peak
+from wanma.hardware.measurement import cpu_peak
+from wanma.hardware.measurement.cpu_peak import (
+    cpu_peak_file,
+    measure_cpu_peak,
+    read_cpu_peak,
+    read_memory_rate,
+)
 from wanma.job.errors import WanmaError
 
 
@@ -28,6 +33,10 @@ def test_a_measured_peak_is_read_back_for_the_same_threads_only(tmp_path: Path) 
     assert all(rate > 1e7 for rate in peak.values())
     assert read_cpu_peak(1, path) == peak
     assert read_cpu_peak(3, path) == {}
+    memory_rate = read_memory_rate(1, path)
+    assert memory_rate is not None
+    assert memory_rate > 1e8
+    assert read_memory_rate(3, path) is None
     assert torch.get_num_threads() == before
 
 
@@ -87,7 +96,7 @@ def test_the_file_lies_in_the_user_s_cache_folder() -> None:
 
 def test_reading_the_peak_back_imports_no_torch() -> None:
     code = (
-        "import sys; from wanma.hardware.discovery.cpu_peak import read_cpu_peak; read_cpu_peak(1);"
+        "import sys; from wanma.hardware.measurement.cpu_peak import read_cpu_peak; read_cpu_peak(1);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

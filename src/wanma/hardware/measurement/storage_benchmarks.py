@@ -3,7 +3,7 @@
     for name, sizes, measure in storage_cases(folder):
         seconds = measure(0.1)      # of one run, over about 0.1 s
 
-Writes with fsync are the case `disk` of `host_benchmarks`. A read is cold only if the kernel drops the file
+Writes with fsync are `run_times.disk_write_run`. A read is cold only if the kernel drops the file
 from its page cache; on file systems in memory it cannot, and the case is another one (`read_cached`). Caches
 below the kernel, such as those of a hypervisor or a file server, are part of what is measured.
 """
@@ -15,9 +15,10 @@ import mmap
 import os
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from wanma.hardware.measurement.run_times import mean_run_seconds
 
 FILE_BYTES = 1 << 25
 """Bytes of the file that is read."""
@@ -85,18 +86,6 @@ def _drop(descriptor: int) -> None:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _repeat(run: Callable[[], object], seconds: float, prepare: Callable[[], object] = lambda: None) -> float:
-    """Return the seconds of one of the runs that fill `seconds`; preparations are not counted."""
-    used, count, start = 0.0, 0, time.perf_counter()
-    while not count or time.perf_counter() - start < seconds:
-        prepare()
-        began = time.perf_counter()
-        run()
-        used += time.perf_counter() - began
-        count += 1
-    return used / count
-
-
 def _file_reader(folder: Path, content: bytes, *, is_cold: bool) -> MeasureFor:
     """Return the measurement of reading a file from its beginning to its end, in one buffer."""
 
@@ -112,8 +101,8 @@ def _file_reader(folder: Path, content: bytes, *, is_cold: bool) -> MeasureFor:
                     offset += os.preadv(descriptor, [memoryview(buffer)[offset:]], offset)
 
             if not is_cold:
-                return _repeat(read, seconds)
-            return _repeat(read, seconds, lambda: _drop(descriptor))
+                return mean_run_seconds(read, seconds)
+            return mean_run_seconds(read, seconds, prepare=lambda: _drop(descriptor))
 
     return measure
 
@@ -133,7 +122,7 @@ def _random_reader(folder: Path, content: bytes) -> MeasureFor:
                 for block in generator.sample(range(FILE_BYTES // BLOCK_BYTES), RANDOM_READS):
                     os.preadv(descriptor, [buffer], block * BLOCK_BYTES)
 
-            return _repeat(read, seconds, lambda: _drop(descriptor))
+            return mean_run_seconds(read, seconds, prepare=lambda: _drop(descriptor))
 
     return measure
 
@@ -149,7 +138,7 @@ def _flusher(folder: Path) -> MeasureFor:
                 os.pwrite(file.fileno(), block, 0)
                 os.fsync(file.fileno())
 
-            return _repeat(write, seconds)
+            return mean_run_seconds(write, seconds)
 
     return measure
 
@@ -175,8 +164,8 @@ def _small_files(folder: Path, *, writes: bool) -> MeasureFor:
                     path.unlink(missing_ok=True)
 
             if writes:
-                return _repeat(write, seconds, remove)
+                return mean_run_seconds(write, seconds, prepare=remove)
             write()
-            return _repeat(read, seconds)
+            return mean_run_seconds(read, seconds)
 
     return measure

@@ -1,7 +1,7 @@
-"""Peak rate of this CPU in matrix products, measured once and stored, so that runs can state MFU.
+"""Peak rates of this CPU in matrix products and copies, measured once and stored, for MFU and forecasts.
 
-No datasheet gives the rate of a rented slice of a processor, so `measure_cpu_peak` measures it and
-writes it below the user's cache folder; `read_cpu_peak` reads it back without torch.
+No datasheet gives the rates of a rented slice of a processor, so `measure_cpu_peak` measures them and
+writes them below the user's cache folder; `read_cpu_peak` and `read_memory_rate` read them without torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
+from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
+from wanma.hardware.measurement.run_times import copy_run, fastest_run_seconds
 from wanma.job.errors import WanmaError
 from wanma.job.run.resource_limits import cpu_model, usable_cores
 from wanma.job.run.run_directory import write_json
@@ -22,7 +24,7 @@ from wanma.job.run.user_cache import user_cache_folder
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 PROBE_SECONDS = 0.15
-"""Duration of the measurement per precision, in seconds."""
+"""Duration of the measurement per precision, and of that of copies, in seconds."""
 MATRIX_SIZE = 1024
 """Rows and columns of the probed matrices: large enough to exceed the caches."""
 BUSY_CPUS = 0.1
@@ -31,10 +33,14 @@ ALL_CORES_SHARE = 0.9
 """Rate of a core among others that compute, as a share of its rate alone: their common clock is lower."""
 SLOW_MATRIX_SIZE = 256
 """Rows and columns for precisions that this CPU only emulates: one of `MATRIX_SIZE` takes seconds."""
+COPIED_BYTES = 1 << 24
+"""Bytes of the copied buffer: as an activation of a small model, and more than a core's own caches hold."""
+_MEMORY_KEY = "memory"
+"""Key of the copy rate beside those of the precisions."""
 
 
 def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> dict[str, float]:
-    """Measure the rate of matrix products on `threads` threads and store the best ever measured.
+    """Measure the rates of matrix products and copies on `threads` threads and store the best ever measured.
 
     Imports torch; the measurement itself takes under a second.
 
@@ -43,8 +49,8 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
         path: the file that stores the result; default: `cpu_peak_file()`.
 
     Returns:
-        FLOP/s by precision: the fastest of many products, now or in an earlier measurement. It is a
-        peak, and other work on the node can only lower a measurement; where there is any, the rate is that
+        FLOP/s by precision: the fastest of many products, now or in an earlier measurement. They are
+        peaks, and other work on the node can only lower a measurement; where there is any, the rate is that
         of one core's CPU time, times the cores.
 
     Raises:
@@ -58,6 +64,7 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
     torch.set_num_threads(threads)
     try:
         measured_peak = {precision: _measure_precision(precision) for precision in PRECISIONS}
+        copy_seconds = fastest_run_seconds(copy_run(torch.device("cpu"), COPIED_BYTES), PROBE_SECONDS)
     finally:
         torch.set_num_threads(previous_threads)
     peaks = _read(path)
@@ -65,7 +72,8 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
     peak = {
         precision: max(rate, stored_peak.get(precision, 0.0)) for precision, rate in measured_peak.items()
     }
-    peaks[_key(threads)] = peak
+    memory_rate = max(2 * COPIED_BYTES / copy_seconds, stored_peak.get(_MEMORY_KEY, 0.0))
+    peaks[_key(threads)] = {**peak, _MEMORY_KEY: memory_rate}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, peaks)
@@ -79,7 +87,13 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
 
 def read_cpu_peak(threads: int, path: Path | None = None) -> dict[str, float]:
     """Return the FLOP/s by precision measured earlier on this CPU with `threads` threads; empty: never."""
-    return _read(path or cpu_peak_file()).get(_key(threads), {})
+    stored = _read(path or cpu_peak_file()).get(_key(threads), {})
+    return {precision: rate for precision, rate in stored.items() if precision != _MEMORY_KEY}
+
+
+def read_memory_rate(threads: int, path: Path | None = None) -> float | None:
+    """Return the bytes/s that `threads` threads read and wrote in copies measured earlier; None: never."""
+    return _read(path or cpu_peak_file()).get(_key(threads), {}).get(_MEMORY_KEY)
 
 
 def cpu_peak_file(environment: Mapping[str, str] = os.environ) -> Path:
@@ -93,28 +107,25 @@ def _measure_precision(precision: str) -> float:
     dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes[precision]
 
-    def seconds(size: int, clock: Callable[[], float] = time.perf_counter) -> float:
-        start = clock()
+    def multiply(size: int) -> None:
         torch.mm(operands[size], operands[size], out=results[size])
-        return clock() - start
 
     operands = {size: torch.randn(size, size).to(dtype) for size in (SLOW_MATRIX_SIZE, MATRIX_SIZE)}
     results = {size: torch.empty(size, size, dtype=dtype) for size in (SLOW_MATRIX_SIZE, MATRIX_SIZE)}
     with torch.inference_mode():
-        seconds(SLOW_MATRIX_SIZE)  # the first product of a precision also builds its kernel
-        emulated = seconds(SLOW_MATRIX_SIZE) * (MATRIX_SIZE / SLOW_MATRIX_SIZE) ** 3 > PROBE_SECONDS
+        multiply(SLOW_MATRIX_SIZE)  # the first product of a precision also builds its kernel
+        small_seconds = fastest_run_seconds(partial(multiply, SLOW_MATRIX_SIZE), 0.0)
+        emulated = small_seconds * (MATRIX_SIZE / SLOW_MATRIX_SIZE) ** 3 > PROBE_SECONDS
         size = SLOW_MATRIX_SIZE if emulated else MATRIX_SIZE
         start, foreign = time.perf_counter(), _foreign_cpu_seconds()
-        deadline = start + PROBE_SECONDS
-        best = seconds(size)
-        while time.perf_counter() < deadline:
-            best = min(best, seconds(size))
+        run = partial(multiply, size)
+        best = fastest_run_seconds(run, PROBE_SECONDS)
         busy_cpus = (_foreign_cpu_seconds() - foreign) / (time.perf_counter() - start)
         # On a busy node the threads of every product wait for one that has lost its core. The CPU time of a
         # single thread counts no waits: the peak is that of one core, times the cores.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        alone = min(seconds(size, time.thread_time) for _ in range(3))
+        alone = fastest_run_seconds(run, 0.0, min_runs=3, clock=time.thread_time)
         torch.set_num_threads(threads)
     cores = max(threads * _cores_per_cpu() * ALL_CORES_SHARE, 1.0) if busy_cpus > BUSY_CPUS else 1.0
     return 2 * size**3 / min(best, alone / cores)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
+from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
 
 
 def test_all_but_idle_time_and_interrupts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

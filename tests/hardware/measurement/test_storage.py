@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wanma.bench.machine.storage_place import file_system
-from wanma.planner.calibration.storage_benchmarks import (
+from wanma.hardware.measurement.storage_benchmarks import (
     BLOCK_BYTES,
     FILE_BYTES,
     cached_share,

@@ -1,0 +1,1 @@
+"""Measurements of this node: run times, rates of its CPU, foreign load, storage."""
