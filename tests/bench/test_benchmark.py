@@ -222,14 +222,19 @@ def test_the_commands_measure_list_show_export_and_compare(
     assert "no-such-result" in capsys.readouterr().err
 
 
-CHEAP_SUITES = frozenset(("collectives", "data", "plan", "startup"))
-"""Suites that take at most 20 CPU seconds in small."""
+SUITES_OF_MODELS_OR_PEERS = frozenset(
+    ("ddp-peers", "huggingface", "long-context", "lora", "mixed", "sharded-peers")
+)
+"""Suites that measure by the road of another one: a model of its own, or programs of peers."""
 
 
 @pytest.mark.timeout(900)  # DeepSpeed compiles a kernel at its first use on a machine
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name not in CHEAP_SUITES)) for name in known_suites()],
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in SUITES_OF_MODELS_OR_PEERS))
+        for name in known_suites()
+    ],
 )
 def test_a_shipped_suite_works_in_small(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
