@@ -20,11 +20,11 @@ from wanma.job.forecast.operators import Operator
 from wanma.models.keyed_random.dropout import bind_samples, replace_dropout
 from wanma.models.layers.batch_norm import GroupedBatchNorm
 from wanma.models.structure.repeated_blocks import find_repeated_blocks
-from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.models.workload.operator_fusion import group_operators
 from wanma.models.workload.operator_trace import OperatorTrace, SampleScaling
 from wanma.torch_internals.autograd import storage_id
 from wanma.torch_internals.dispatch import tree_leaves
+from wanma.torch_internals.fake_tensors import fake_tensor_mode
 from wanma.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS
 from wanma.torch_internals.operators import is_mkldnn_enabled, set_mkldnn_enabled
 

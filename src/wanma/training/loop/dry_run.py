@@ -75,9 +75,9 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
         grid = replace(build_mesh(plan, rank, torch.device("cpu")), device=torch.device("meta"))
         parallel = parallelize(spec, plan, grid, seed=0)
         parallel.random_draws.is_checking = False
-        from wanma.torch_internals.fake_tensors import FakeTensorMode
+        from wanma.torch_internals.fake_tensors import fake_tensor_mode
 
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensor_mode():
             for part in parallel.model_parts:
                 part.to_empty(device="cpu")
             counts, saved = _step(parallel, plan, grid, sequence_length, micro_batches)

@@ -33,11 +33,11 @@ from wanma.models.recommender.config import resolve_recommender_config
 from wanma.models.recommender.embedding_tables import embedding_parameters
 from wanma.models.structure.parameter_roles import find_parameter_roles, is_frozen
 from wanma.models.user_modules.forward_error import forward_error
-from wanma.models.workload.fake_tensors import fake_tensor_mode
 from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
 from wanma.parallel.parameters.initialization import WithoutValues
 from wanma.parallel.precision.autocast import PRECISION_DTYPES
 from wanma.planner.preparation.job_data import open_job_dataset
+from wanma.torch_internals.fake_tensors import fake_tensor_mode
 from wanma.training.checkpointing.error_feedback_state import check_compression_patterns
 from wanma.training.checkpointing.initial_weights import (
     check_embedding_rows,
