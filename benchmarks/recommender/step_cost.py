@@ -27,14 +27,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, SparseAdam
 
 from wanma.elastic.workers.environment import TUNED_MALLOC_ENVIRONMENT
-from wanma.hardware.measurement.run_times import copy_run
+from wanma.hardware.measurement.run_times import CPU_COPY_BYTES, copy_run
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.train import TrainSection
 from wanma.models.recommender.embedding_tables import EmbeddingTables
 from wanma.parallel.embedding.sharded_embedding import ShardedEmbedding, shard_embeddings
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
-from wanma.planner.calibration.device_benchmarks import CPU_COPY_BYTES
 from wanma.training.optimizer.table_optimizer import TableOptimizer
 
 WIDTH, BAGS, IDS_PER_BAG, ZIPF_EXPONENT = 64, 4096, 4, 1.05

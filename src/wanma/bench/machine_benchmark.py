@@ -29,11 +29,11 @@ from wanma.bench.suites.suite_file import Suite, SuiteFile
 from wanma.engines.launchers.job_placement import place_cluster
 from wanma.engines.launchers.launcher_placement import LauncherPlacement
 from wanma.hardware.discovery.network_interfaces import check_interface
+from wanma.hardware.measurement.run_times import CPU_COPY_BYTES
 from wanma.job.cluster import NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.run.resource_limits import usable_memory_bytes
 from wanma.observe.units import bytes_text
-from wanma.planner.calibration.device_benchmarks import CPU_COPY_BYTES
 from wanma.planner.calibration.host_benchmarks import STREAMED_BYTES
 from wanma.planner.calibration.local_node import rank_counts
 from wanma.planner.hardware_model.calibration import load_calibration, save_calibration

@@ -24,6 +24,7 @@ from wanma.job.errors import WanmaError
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_peak, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(cpu_peak, "MATRIX_SIZE", 512)
+    monkeypatch.setattr(cpu_peak, "CPU_COPY_BYTES", 1 << 20)
 
 
 def test_a_measured_peak_is_read_back_for_the_same_threads_only(tmp_path: Path) -> None:

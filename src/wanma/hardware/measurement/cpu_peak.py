@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
-from wanma.hardware.measurement.run_times import copy_run, fastest_run_seconds
+from wanma.hardware.measurement.run_times import CPU_COPY_BYTES, copy_run, fastest_run_seconds
 from wanma.job.errors import WanmaError
 from wanma.job.run.resource_limits import cpu_model, usable_cores
 from wanma.job.run.run_directory import write_json
@@ -33,8 +33,6 @@ ALL_CORES_SHARE = 0.9
 """Rate of a core among others that compute, as a share of its rate alone: their common clock is lower."""
 SLOW_MATRIX_SIZE = 256
 """Rows and columns for precisions that this CPU only emulates: one of `MATRIX_SIZE` takes seconds."""
-COPIED_BYTES = 1 << 24
-"""Bytes of the copied buffer: as an activation of a small model, and more than a core's own caches hold."""
 _MEMORY_KEY = "memory"
 """Key of the copy rate beside those of the precisions."""
 
@@ -64,7 +62,7 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
     torch.set_num_threads(threads)
     try:
         measured_peak = {precision: _measure_precision(precision) for precision in PRECISIONS}
-        copy_seconds = fastest_run_seconds(copy_run(torch.device("cpu"), COPIED_BYTES), PROBE_SECONDS)
+        copy_seconds = fastest_run_seconds(copy_run(torch.device("cpu"), CPU_COPY_BYTES), PROBE_SECONDS)
     finally:
         torch.set_num_threads(previous_threads)
     peaks = _read(path)
@@ -72,7 +70,7 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
     peak = {
         precision: max(rate, stored_peak.get(precision, 0.0)) for precision, rate in measured_peak.items()
     }
-    memory_rate = max(2 * COPIED_BYTES / copy_seconds, stored_peak.get(_MEMORY_KEY, 0.0))
+    memory_rate = max(2 * CPU_COPY_BYTES / copy_seconds, stored_peak.get(_MEMORY_KEY, 0.0))
     peaks[_key(threads)] = {**peak, _MEMORY_KEY: memory_rate}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

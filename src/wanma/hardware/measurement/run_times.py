@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Run = Callable[[], object]
 """Work that is timed."""
+CPU_COPY_BYTES = 1 << 27
+"""Bytes of a copied buffer: more than the caches of a CPU hold."""
 
 
 def mean_run_seconds(

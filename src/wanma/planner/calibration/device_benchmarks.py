@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from wanma.hardware.measurement.run_times import copy_run
+from wanma.hardware.measurement.run_times import CPU_COPY_BYTES, copy_run
 from wanma.planner.calibration.host_benchmarks import COPIED_BYTES
 from wanma.planner.calibration.microbenchmarks import GPU_MATMULS, timed_run
 from wanma.torch_internals.operators import scaled_mm
 
-CPU_COPY_BYTES, GPU_COPY_BYTES = 1 << 27, 1 << 30
-"""Bytes of a copied buffer: more than the caches of a CPU, or of a GPU, hold."""
+GPU_COPY_BYTES = 1 << 30
+"""Bytes of a copied buffer: more than the caches of a GPU hold."""
 TF32_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 """Compute capabilities from which on NVIDIA GPUs multiply in these precisions."""
 

@@ -316,7 +316,7 @@ def _uncalibrated_cpu_text(name: str) -> str:
 
 _CORE_BANDWIDTH = 5e9
 """Bytes per second of memory for each core of an unmeasured CPU; EPYC 7742 has 3.2e9, Grace 7.1e9. That is
-with all cores of a socket busy: two cores that are rented of many measure 10e9 to 20e9 each."""
+with all cores of a socket busy: two cores that are rented of many measure about 12e9 each."""
 _CPU_OPERATOR_SECONDS = 5e-6
 """Seconds of an operator on a CPU beside its work: PyTorch's dispatcher and autograd."""
 _CPU_FRAMEWORK_OVERHEAD = FrameworkOverhead(
