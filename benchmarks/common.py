@@ -30,7 +30,8 @@ from wanma.bench.programs.contender import Contender
 from wanma.bench.runner import MAX_DISTURBED, spread_order
 from wanma.bench.statistics.ratios import ERROR_RATE
 from wanma.bench.statistics.verdicts import Verdict, judge
-from wanma.job.run.resource_limits import cpu_model
+from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
+from wanma.job.run.resource_limits import cpu_model, usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -211,6 +212,13 @@ def disturbance_rule(options: argparse.Namespace) -> DisturbanceRule:
     return DisturbanceRule(DisturbanceLimits(foreign_cpu=options.foreign_limit))
 
 
+def busy_cpus(seconds: float) -> float:
+    """Wait for so many seconds; return the mean CPUs that all programs of this machine used meanwhile."""
+    before = busy_cpu_seconds() or 0.0
+    time.sleep(seconds)
+    return ((busy_cpu_seconds() or 0.0) - before) / seconds
+
+
 def origin() -> dict[str, str]:
     """Return date and commit of a round."""
     now = datetime.datetime.now(datetime.UTC)
@@ -348,12 +356,7 @@ def describe_environment(venv: Path = Path(sys.prefix)) -> dict[str, Any]:
 def machine() -> str:
     """Return processor, cores, memory and kernel as text."""
     memory = psutil.virtual_memory().total / 2**30
-    return f"{cpu_model()}, {cores()} cores, {memory:.0f} GiB, Linux {platform.release()}"
-
-
-def cores() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return f"{cpu_model()}, {usable_cores()} cores, {memory:.0f} GiB, Linux {platform.release()}"
 
 
 def commit() -> str:

@@ -32,6 +32,7 @@ from benchmarks.common import (
     ROOT,
     BenchmarkError,
     Results,
+    busy_cpus,
     carry_out,
     clean_environment,
     common_parser,
@@ -45,7 +46,6 @@ from benchmarks.common import (
 )
 from benchmarks.startup.run import job, prepare_inputs
 from support.slurm import SlurmCluster, slurm_cluster  # type: ignore[import-not-found]
-from wanma.bench.meter.foreign_cpu import ForeignCpu
 from wanma.bench.statistics.estimates import estimate
 
 NODES = 2
@@ -107,9 +107,7 @@ def measure(who: str, part: str, venv: Path) -> dict[str, Any]:
 
 def measure_on(cluster: SlurmCluster, who: str, part: str, venv: Path) -> dict[str, Any]:
     """Run one contender once on a cluster."""
-    everyone = ForeignCpu(own_seconds=lambda: 0.0)
-    time.sleep(QUIET_SECONDS)
-    foreign = everyone.seconds() / QUIET_SECONDS
+    foreign = busy_cpus(QUIET_SECONDS)
     environment = {**clean_environment(venv), "SLURM_CONF": cluster.environment["SLURM_CONF"]}
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as name:
         folder = Path(name)

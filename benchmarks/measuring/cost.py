@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError
-from wanma.bench.meter.foreign_cpu import ForeignCpu
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.meter.process_tree import adopt_orphans, descendants, end_descendants
 from wanma.bench.programs.running_program import wait_for_end
 from wanma.bench.programs.watched_program import POLL_SECONDS
 from wanma.bench.suites.suite_file import find_suite, make_suite, read_suite_file
+from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
 from wanma.observe.metrics.process_usage import read_process_table, sum_trees
 
 START_SECONDS = 120.0
@@ -90,7 +90,7 @@ def _start_training(folder: Path, log: Path, ranks: int) -> subprocess.Popen[byt
 
 def _take_interval(process: subprocess.Popen[bytes], seconds: float, is_on: bool) -> Interval:
     """Wait, with the meter as a benchmark does, or asleep."""
-    foreign, before, began = ForeignCpu(_tree_cpu_seconds), time.process_time(), time.time()
+    foreign, before, began = _foreign_cpu_seconds(), time.process_time(), time.time()
     if is_on:
         with MachineMeter():
             while time.time() < began + seconds:
@@ -98,12 +98,14 @@ def _take_interval(process: subprocess.Popen[bytes], seconds: float, is_on: bool
     else:
         time.sleep(seconds)
     ended, own = time.time(), time.process_time() - before
-    return Interval(began, ended, own / (ended - began), foreign.seconds() / (ended - began))
+    foreign = _foreign_cpu_seconds() - foreign
+    return Interval(began, ended, own / (ended - began), foreign / (ended - began))
 
 
-def _tree_cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its living descendants."""
-    return sum_trees(read_process_table(), [os.getpid()])[os.getpid()].cpu_seconds
+def _foreign_cpu_seconds() -> float:
+    """Return the CPU seconds since boot of all but this process and its living descendants."""
+    busy = busy_cpu_seconds() or 0.0
+    return busy - sum_trees(read_process_table(), [os.getpid()])[os.getpid()].cpu_seconds
 
 
 def _step_ends(metrics: Path) -> list[float]:

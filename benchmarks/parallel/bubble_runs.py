@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.commands import Command
-from benchmarks.common import clean_environment, cores, run_command
+from benchmarks.common import clean_environment, run_command
 from benchmarks.parallel.bubble import Operation, Step, measured_share, replayed_share, unevenness
 from benchmarks.parallel.contenders import Setting, default_setting, torchrun
 from wanma.job.plan.plan import Plan
+from wanma.job.run.resource_limits import usable_cores
 from wanma.job.sections.parallel import Schedule
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -87,7 +88,7 @@ def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]
     return {
         "theory": bubble_fraction(plan.schedule, plan.pp, plan.virtual_stages, pipeline.micro_batches),
         # Ranks that share a core give it to each other while they wait: the clock then tells nothing.
-        "measured": _middle([measured_share(step) for step in steps]) if plan.pp <= cores() else None,
+        "measured": _middle([measured_share(step) for step in steps]) if plan.pp <= usable_cores() else None,
         "replayed": _middle([replayed_share(step, plan.stage_count) for step in steps]),
         "unevenness": _middle([unevenness(step) for step in steps]),
         "cuts": list(plan.stage_cuts),

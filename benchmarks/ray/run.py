@@ -30,6 +30,7 @@ from benchmarks.common import (
     ROOT,
     BenchmarkError,
     Results,
+    busy_cpus,
     clean_environment,
     common_parser,
     describe_environments,
@@ -46,7 +47,6 @@ from support.ray_cluster import (  # type: ignore[import-not-found]
     RayCluster,
     ray_cluster,
 )
-from wanma.bench.meter.foreign_cpu import ForeignCpu
 from wanma.bench.statistics.estimates import estimate
 
 RANKS = 2
@@ -112,9 +112,7 @@ def measure(who: str, cluster: RayCluster, inputs: Path, venv: Path) -> dict[str
             command = [python, "benchmarks/ray/train_loop.py", "--address", cluster.address]
             command += ["--tokens", str(inputs / "tokens.npy"), "--record", str(folder / "record.json")]
             command += ["--storage", str(folder / "storage")]
-        everyone = ForeignCpu(own_seconds=lambda: 0.0)
-        time.sleep(QUIET_SECONDS)
-        foreign, started = everyone.seconds() / QUIET_SECONDS, time.time()
+        foreign, started = busy_cpus(QUIET_SECONDS), time.time()
         done = subprocess.run(
             command,
             cwd=ROOT,

@@ -12,10 +12,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
+from benchmarks.common import BenchmarkError, clean_environment, run_command
 from benchmarks.recovery.watch import ProcessorTime, Watch, cost, read_lines
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
+from wanma.job.run.resource_limits import usable_cores
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.cluster import ClusterSection
 
@@ -161,7 +162,7 @@ class Command:
 def command(setting: Setting, contender: Contender) -> Command:
     if contender.kind == "wanma":
         return Command(("wanma", "train", "job.toml", *contender.options, "--run-dir", "run"), {})
-    plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
+    plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(usable_cores() // setting.ranks, 1))
     tuned = make_worker_environment(ClusterSection(), plan)
     given = ("--task", "task.json", "--progress", "progress")
     if contender.kind == "torchft":

@@ -162,14 +162,13 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from benchmarks.common import BenchmarkError, run_command
-from wanma.bench.meter.process_tree import own_cpu_seconds
-before = own_cpu_seconds()
+before = sum(os.times()[:4])
 try:
     run_command(["bash", "-c", sys.argv[1]], os.environ, Path(sys.argv[2]), float(sys.argv[3]))
     error = ""
 except BenchmarkError as raised:
     error = str(raised)
-print(json.dumps({"own": own_cpu_seconds() - before, "error": error}))
+print(json.dumps({"own": sum(os.times()[:4]) - before, "error": error}))
 """
 
 

@@ -77,7 +77,7 @@ def test_the_recipe_has_wanmas_allocator_and_threads():
     command = contenders.peer_command(contenders.default_setting("zero3", 4, "fp32"))
     assert command.arguments[:3] == ("torchrun", "--standalone", "--nproc-per-node=4")
     assert "--batch=2" in command.arguments
-    assert command.environment["OMP_NUM_THREADS"] == str(max(contenders.cores() // 4, 1))
+    assert command.environment["OMP_NUM_THREADS"] == str(max(contenders.usable_cores() // 4, 1))
     assert "mmap_threshold" in command.environment["GLIBC_TUNABLES"]
 
 

@@ -241,7 +241,7 @@ def test_torchrun_has_its_best_settings_and_wanmas_threads(monkeypatch):
     command = contenders.command(setting, contenders.PARTS["torchrun"]["torchrun-10"])
     assert {"--nproc-per-node=4", "--monitor-interval=0.1", "--every=10"} <= set(command.arguments)
     assert command.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert command.environment["OMP_NUM_THREADS"] == str(max(contenders.cores() // 4, 1))
+    assert command.environment["OMP_NUM_THREADS"] == str(max(contenders.usable_cores() // 4, 1))
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch, capsys):

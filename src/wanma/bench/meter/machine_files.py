@@ -40,8 +40,8 @@ class MachineFiles:
 
     def clock_hertz(self, cpus: Collection[int]) -> float | None:
         """Return the mean clock of some CPUs, from cpufreq, else from /proc/cpuinfo."""
-        found = [self._number(f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in cpus]
-        clocks = [kilohertz * 1e3 for kilohertz in found if kilohertz is not None]
+        paths = (self._cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in cpus)
+        clocks = [kilohertz * 1e3 for kilohertz in _numbers(paths)]
         if not clocks:
             by_cpu = self._cpuinfo_hertz()
             clocks = [by_cpu[cpu] for cpu in cpus if cpu in by_cpu]
@@ -95,9 +95,6 @@ class MachineFiles:
             elif name.strip() == "cpu MHz":
                 clocks[cpu] = float(value) * 1e6
         return clocks
-
-    def _number(self, path: str) -> int | None:
-        return next(iter(_numbers([self._cpus / path])), None)
 
 
 def _text(path: Path) -> str | None:

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Self
 
 from wanma.bench.measurements.measurement import MachineUsage, Utilization
-from wanma.bench.meter.foreign_cpu import ForeignCpu
 from wanma.bench.meter.machine_files import MachineFiles
 from wanma.bench.meter.tree_reader import TreeReader
 from wanma.bench.meter.usage_series import UsageReading, foreign_cpu_between, utilization_between
+from wanma.hardware.measurement.cpu_load import busy_cpu_seconds
 from wanma.observe.metrics.gpu import GpuReader, GpuReading, open_gpu_reader
 
 INTERVAL_SECONDS = 1.0
@@ -70,13 +70,11 @@ class MachineMeter:
 
     def __enter__(self) -> Self:
         self._gpus = self._open_gpus()
-        self._foreign = self._open_foreign_cpu()
         self._throttles = self._files.throttle_count()
         self._offset = self._clock_offset()
         self._busy = self._files.busy_seconds_by_cpu()
         self._began = self._time = self._monotonic_clock()
-        self._foreign_seconds = 0.0
-        self._readings.append(self._reading([]))
+        self._readings.append(self._reading(self._foreign_seconds(), []))
         self._thread.start()
         return self
 
@@ -119,7 +117,7 @@ class MachineMeter:
         """Take one sample; the thread does it each second."""
         now = self._monotonic_clock()
         seconds, self._time = now - self._time, now
-        self._sample_foreign_cpu()
+        foreign = self._foreign_seconds()
         self._sample_clock(seconds)
         if (celsius := self._files.celsius()) is not None:
             self._celsius.append(celsius)
@@ -128,7 +126,7 @@ class MachineMeter:
             self._celsius += [] if gpu.celsius is None else [gpu.celsius]
             if gpu.is_throttled is not None:
                 self._is_gpu_throttled = bool(self._is_gpu_throttled) or gpu.is_throttled
-        self._readings.append(self._reading(gpus))
+        self._readings.append(self._reading(foreign, gpus))
         offset = self._clock_offset()
         self._clock_step = max(self._clock_step, abs(offset - self._offset))
         self._offset = offset
@@ -143,18 +141,13 @@ class MachineMeter:
         except BaseException as failure:
             self._failure = failure
 
-    def _open_foreign_cpu(self) -> ForeignCpu | None:
-        self._read_tree()
-        try:
-            return ForeignCpu(self._read_tree, self._root)
-        except OSError:
-            return None
+    def _foreign_seconds(self) -> float | None:
+        """Return the CPU seconds since boot of programs outside the measurement; None: they are unknown.
 
-    def _sample_foreign_cpu(self) -> None:
-        if self._foreign is None:
-            self._read_tree()
-        else:
-            self._foreign_seconds = self._foreign.seconds()
+        They are at times less than before, because the kernel counts in hundredths.
+        """
+        busy, own = busy_cpu_seconds(self._root), self._read_tree()
+        return None if busy is None else busy - own
 
     def _sample_clock(self, seconds: float) -> None:
         busy = self._files.busy_seconds_by_cpu()
@@ -182,7 +175,7 @@ class MachineMeter:
                 break
         return self._own_seconds
 
-    def _reading(self, gpus: Sequence[GpuReading]) -> UsageReading:
+    def _reading(self, foreign: float | None, gpus: Sequence[GpuReading]) -> UsageReading:
         return UsageReading(
             self._wall_clock(),
             self._own_seconds,
@@ -190,7 +183,7 @@ class MachineMeter:
             self._files.disk_bytes(),
             [gpu.utilization for gpu in gpus if gpu.utilization is not None],
             max((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=None),
-            None if self._foreign is None else self._foreign_seconds,
+            foreign,
         )
 
     def _clock_offset(self) -> float:
@@ -203,7 +196,10 @@ class MachineMeter:
 
     def _sum_up(self) -> MachineUsage:
         seconds = self._time - self._began
-        foreign = None if self._foreign is None or seconds <= 0 else max(self._foreign_seconds / seconds, 0.0)
+        first, last = self._readings[0].foreign_seconds, self._readings[-1].foreign_seconds
+        foreign = None
+        if first is not None and last is not None and seconds > 0:
+            foreign = max((last - first) / seconds, 0.0)
         throttles = self._files.throttle_count()
         is_cpu_throttled = (
             None if throttles is None or self._throttles is None else throttles > self._throttles

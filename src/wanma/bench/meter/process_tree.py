@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -82,9 +81,3 @@ def _any_works(processes: Sequence[psutil.Process]) -> bool:
             if process.status() in _WORKING:
                 return True
     return False
-
-
-def own_cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its descendants that have ended and were waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system

@@ -26,7 +26,7 @@ class UsageReading:
     gpu_memory_bytes: float | None = None
     """Memory in use on the fullest GPU."""
     foreign_seconds: float | None = None
-    """CPU time of programs outside the measurement so far."""
+    """CPU time since boot of programs outside the measurement."""
 
 
 def foreign_cpu_between(readings: Sequence[UsageReading], start: float, end: float) -> float | None:
