@@ -131,15 +131,14 @@ def judge_commits(
             ][:1]
         )
         for metric in chosen or DEFAULT_METRICS[:1]:
-            step_size, verdict = step_size_text(result, both[1], metric, (result, both[0])), None
-            if not step_size:
-                verdict = judge_metric(
-                    metric,
-                    before.get(metric, {}),
-                    after.get(metric, {}),
-                    is_paired=True,
-                    error_rate=ERROR_RATE / (len(names) * max(len(chosen), 1)),
-                )
+            step_size = step_size_text(result, both[1], metric, (result, both[0]))
+            verdict = judge_metric(
+                metric,
+                (result, both[0]),
+                (result, both[1]),
+                is_paired=True,
+                error_rate=ERROR_RATE / (len(names) * max(len(chosen), 1)),
+            )
             findings.append(GateFinding(name, metric, verdict, failures, step_size))
     return findings
 

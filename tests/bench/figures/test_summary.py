@@ -87,10 +87,19 @@ def test_two_rounds_are_no_verdict() -> None:
     assert verdict.outcome is Outcome.CANNOT_TELL
 
 
-def test_a_value_of_zero_has_no_ratio() -> None:
-    assert judge_metric("step_seconds", {0: 0.0}, {0: 1.0}, is_paired=True, error_rate=0.05) is None
-    assert judge_metric("step_seconds", {0: 1.0}, {1: 1.0}, is_paired=True, error_rate=0.05) is None
-    assert judge_metric("answer", {0: 1.0}, {0: 1.0}, is_paired=True, error_rate=0.05) is None
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("step_seconds", {0: 0.0}, {0: 1.0}),
+        ("step_seconds", {0: 1.0}, {1: 1.0}),
+        ("answer", {0: 1.0}, {0: 1.0}),
+    ],
+    ids=["zero", "no common round", "no better direction"],
+)
+def test_some_values_have_no_ratio(name: str, before: dict[int, float], after: dict[int, float]) -> None:
+    values = {"plain": {name: before}, "new": {name: after}}
+    result = dataclasses.replace(benchmark_result({"plain": SLOW}), values=values)
+    assert judge_metric(name, (result, "plain"), (result, "new"), is_paired=True, error_rate=0.05) is None
 
 
 def test_a_loss_of_nan_is_no_value() -> None:

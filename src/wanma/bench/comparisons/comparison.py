@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanma.bench.figures.summary import judge_metric
-from wanma.bench.figures.texts import step_size_text
 from wanma.bench.machine_figures.definitions import is_machine_detail
 from wanma.bench.measurements.measurement import PHASE
 from wanma.bench.place import hardware_identity
@@ -129,13 +128,11 @@ def _rows(
         old, new = before.summaries.get(contender, {}), after.summaries.get(contender, {})
         for metric in old:
             if metric in new and not metric.startswith(PHASE) and not is_machine_detail(metric):
-                verdict = None
-                if not step_size_text(after, contender, metric, (before, contender)):
-                    verdict = judge_metric(
-                        metric,
-                        before.values.get(contender, {}).get(metric, {}),
-                        after.values.get(contender, {}).get(metric, {}),
-                        is_paired=False,
-                        error_rate=ERROR_RATE / len(contenders),
-                    )
+                verdict = judge_metric(
+                    metric,
+                    (before, contender),
+                    (after, contender),
+                    is_paired=False,
+                    error_rate=ERROR_RATE / len(contenders),
+                )
                 yield MetricComparison(contender, metric, old[metric], new[metric], verdict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wanma.bench.machine_figures.definitions import is_machine_detail
@@ -42,7 +42,16 @@ class ReproducedFigure:
 
 def judge_reproduction(stored: BenchmarkResult, new: BenchmarkResult) -> list[ReproducedFigure]:
     """Return a decision for each figure of `stored` and for each ratio to the baseline, in its order."""
-    return list(_judge(stored, new))
+    figures = []
+    for contender in stored.contender_names:
+        verdicts, summaries = new.verdicts.get(contender, {}), new.summaries.get(contender, {})
+        for metric, verdict in stored.verdicts.get(contender, {}).items():
+            ratio = verdicts[metric].ratio if metric in verdicts else None
+            figures.append(judge_figure(contender, metric, verdict.ratio, ratio, is_ratio=True))
+        for metric, estimate in stored.summaries.get(contender, {}).items():
+            if not is_machine_detail(metric):  # of hundreds of figures some lie outside by chance
+                figures.append(judge_figure(contender, metric, estimate, summaries.get(metric)))
+    return figures
 
 
 def is_reproduced(figures: Sequence[ReproducedFigure]) -> bool:
@@ -56,18 +65,6 @@ def is_reproduced(figures: Sequence[ReproducedFigure]) -> bool:
         return False
     deciding = [figure for figure in figures if figure.is_ratio] or figures
     return not any(figure.decision is Reproduction.OUTSIDE for figure in deciding)
-
-
-def _judge(stored: BenchmarkResult, new: BenchmarkResult) -> Iterator[ReproducedFigure]:
-    for contender in stored.contender_names:
-        verdicts = new.verdicts.get(contender, {})
-        for metric, verdict in stored.verdicts.get(contender, {}).items():
-            ratio = verdicts[metric].ratio if metric in verdicts else None
-            yield judge_figure(contender, metric, verdict.ratio, ratio, is_ratio=True)
-        for metric, estimate in stored.summaries.get(contender, {}).items():
-            if is_machine_detail(metric):  # of hundreds of figures some lie outside by chance
-                continue
-            yield judge_figure(contender, metric, estimate, new.summaries.get(contender, {}).get(metric))
 
 
 def judge_figure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from wanma.bench.figures.metrics import METRICS, find_metric
 from wanma.bench.figures.precision import finite_values, metric_estimate
 from wanma.bench.figures.texts import step_size_text
 from wanma.bench.measurements.measurement import PHASE, Measurement
-from wanma.bench.results.result import BenchmarkResult, ContenderRecord, Values
+from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.bench.statistics.estimates import Estimate
 from wanma.bench.statistics.ratios import ERROR_RATE
 from wanma.bench.statistics.verdicts import Verdict, judge
@@ -56,40 +56,35 @@ def summarize(result: BenchmarkResult, warm_ups: Sequence[int]) -> BenchmarkResu
                 summaries[contender][name] = Estimate(
                     ratio * own.median, ratio * own.low, ratio * own.high, own.count
                 )
-    return dataclasses.replace(
-        result,
-        values=values,
-        summaries=summaries,
-        verdicts=_verdicts(result, values),
-        warm_ups=tuple(warm_ups),
-    )
+    result = dataclasses.replace(result, values=values, summaries=summaries, warm_ups=tuple(warm_ups))
+    return dataclasses.replace(result, verdicts=_verdicts(result))
 
 
 def judge_metric(
     name: str,
-    baseline: Mapping[int, float],
-    candidate: Mapping[int, float],
+    baseline: tuple[BenchmarkResult, str],
+    candidate: tuple[BenchmarkResult, str],
     *,
     is_paired: bool,
     error_rate: float,
 ) -> Verdict | None:
-    """Return the verdict on a metric; None if it has no better direction, no value in common, or one below 0.
+    """Return the verdict on a metric of two contenders, each of a summarized result.
+
+    None if it has no better direction, no value in common, or one below 0, and for the time of steps with
+    other numbers of samples.
 
     Args:
         error_rate: share of equal contenders for which a difference may be claimed.
     """
     better = find_metric(name).better
-    if not better or min((*baseline.values(), *candidate.values()), default=0.0) <= 0:
+    before, after = (result.values.get(own, {}).get(name, {}) for result, own in (baseline, candidate))
+    if not better or min((*before.values(), *after.values()), default=0.0) <= 0:
         return None
-    if not (baseline.keys() & candidate.keys() if is_paired else baseline and candidate):
+    if not (before.keys() & after.keys() if is_paired else before and after):
         return None
-    return judge(
-        baseline,
-        candidate,
-        lower_is_better=better == "lower",
-        is_paired=is_paired,
-        error_rate=error_rate,
-    )
+    if step_size_text(*candidate, name, baseline):
+        return None
+    return judge(before, after, lower_is_better=better == "lower", is_paired=is_paired, error_rate=error_rate)
 
 
 def metric_names(measurements: Iterable[Measurement]) -> list[str]:
@@ -101,19 +96,18 @@ def metric_names(measurements: Iterable[Measurement]) -> list[str]:
     return list(names)
 
 
-def _verdicts(result: BenchmarkResult, values: Values) -> dict[str, dict[str, Verdict]]:
+def _verdicts(result: BenchmarkResult) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on all contenders but the baseline, without the phases of a step."""
-    baseline = result.baseline
-    candidates = [contender for contender in values if contender != baseline]
+    candidates = [contender for contender in result.values if contender != result.baseline]
     verdicts: dict[str, dict[str, Verdict]] = {}
-    for contender in candidates if baseline in values else ():
-        for name, own in values[contender].items():
+    for contender in candidates if result.baseline in result.values else ():
+        for name in result.values[contender]:
             verdict = None
-            if not (name.startswith(PHASE) or step_size_text(result, contender, name)):
+            if not name.startswith(PHASE):
                 verdict = judge_metric(
                     name,
-                    values[baseline].get(name, {}),
-                    own,
+                    (result, result.baseline),
+                    (result, contender),
                     is_paired=True,
                     error_rate=ERROR_RATE / len(candidates),
                 )
