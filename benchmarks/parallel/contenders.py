@@ -18,15 +18,17 @@ from benchmarks.commands import (
     wanma_command,
     with_speed,
 )
-from benchmarks.common import BenchmarkError, cores
+from benchmarks.common import BenchmarkError
 from benchmarks.parallel.axes import AXES, Axis, even_cuts
 from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.meter.disturbance import DisturbanceRule
 from wanma.bench.meter.machine_meter import MachineMeter
-from wanma.bench.programs.execution import ExecutionRule, execute
+from wanma.bench.programs.execution import execute
+from wanma.bench.programs.watched_program import ExecutionRule
 from wanma.bench.turns.own_clock import OwnClock
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
+from wanma.job.run.resource_limits import usable_cores
 from wanma.job.sections.cluster import ClusterSection
 from wanma.models.config.presets import DECODER_PRESETS
 
@@ -134,7 +136,7 @@ def torchrun(setting: Setting, *script: str) -> Command:
 
 def tuned_environment(setting: Setting) -> dict[str, str]:
     """Return the variables that wanma gives its ranks."""
-    plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
+    plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(usable_cores() // setting.ranks, 1))
     return make_worker_environment(ClusterSection(), plan)
 
 

@@ -34,7 +34,7 @@ from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.places import place_contender
 from wanma.bench.results.directory import ResultDirectory, list_result_directories
 from wanma.bench.results.result import BenchmarkResult
-from wanma.bench.runner import parse_duration
+from wanma.bench.runner import duration_seconds
 from wanma.bench.stored_suite import read_stored_suite
 from wanma.bench.suites.suite_file import Suite, find_suite
 from wanma.bench.suites.suite_of_job import read_suite_or_job
@@ -66,7 +66,7 @@ def record_suite(name: str, options: argparse.Namespace) -> None:
     suite, rule = read_suite_or_job(suite_path(name), environments=options.environments)
     check_readers(suite)
     if options.budget is not None:
-        rule = rule.model_copy(update={"budget_seconds": parse_duration(options.budget)})
+        rule = rule.model_copy(update={"budget_seconds": duration_seconds(options.budget)})
     earlier = [
         one for one in list_result_directories(FOLDER) if one.read(with_measurements=False).name == suite.name
     ]

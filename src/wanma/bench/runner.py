@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +22,16 @@ from wanma.bench.figures.precision import first_steady_step
 from wanma.bench.measurements.measurement import MachineUsage, Measurement
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.programs.contender import Contender
-from wanma.bench.programs.execution import ExecutionRule, execute
+from wanma.bench.programs.execution import execute
 from wanma.bench.programs.job_program import end_earlier_execution, run_of_execution
 from wanma.bench.programs.redaction import known_secrets, redact_text
 from wanma.bench.programs.target import Target
+from wanma.bench.programs.watched_program import ExecutionRule
 from wanma.bench.statistics.warm_up import MIN_STEPS
 from wanma.bench.turns.turn_count import too_few_turns
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.sections.base import Section
+from wanma.observe.units import parse_duration
 
 RUNS_FOLDER = "runs"
 """Folder of the files of the executions, in the folder of the result."""
@@ -40,26 +41,19 @@ MAX_DISTURBED = 10
 """Disturbed executions of a contender after which it is measured no more: the machine is not quiet."""
 
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)")
-
-
-def parse_duration(text: str) -> float:
+def duration_seconds(text: str) -> float:
     """Return the seconds of a text such as 90s, 30m, 1h30m; a number alone is in seconds.
 
     Raises:
         WanmaError: it is none.
     """
-    compact = text.replace(" ", "")
-    matches = list(_PART.finditer(compact))
-    seconds = sum(float(match[1]) * _UNITS[match[2]] for match in matches)
-    if "".join(match[0] for match in matches) != compact or seconds <= 0:
+    if not (seconds := parse_duration(text)):
         raise WanmaError(f"'{text}' is not a duration", "write 90s, 30m or 1h30m", EXIT_USAGE)
     return seconds
 
 
 def _seconds(value: Any) -> Any:
-    return parse_duration(value) if isinstance(value, str) else value
+    return duration_seconds(value) if isinstance(value, str) else value
 
 
 Duration = Annotated[float, BeforeValidator(_seconds)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 MISSING_TEXT = "–"
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DURATION_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
 
 
 def bytes_text(value: float | None) -> str:
@@ -37,6 +40,15 @@ def duration_text(seconds: float | None) -> str:
     if total < 86400:
         return f"{total // 3600} h {total % 3600 // 60:02d} min"
     return f"{total // 86400} d {total % 86400 // 3600:02d} h"
+
+
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a text such as '90s', '30m', '1h30m', or '90'; None: it is no duration."""
+    compact = text.replace(" ", "")
+    parts = list(_DURATION_PART.finditer(compact))
+    if not parts or "".join(part[0] for part in parts) != compact:
+        return None
+    return sum(float(part[1]) * _DURATION_UNITS[part[2]] for part in parts)
 
 
 def number_text(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +11,11 @@ from pathlib import Path
 
 from wanma.job.errors import JobError
 from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.units import parse_duration
 from wanma.report.rank_work import read_node_records
 
 MAX_SIZES_BYTES = 1 << 26
 """Most bytes of a node's records that are searched for sizes: days of a node with eight ranks."""
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
-_UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ def parse_since(text: str) -> float:
     Raises:
         JobError: neither.
     """
-    if match := _DURATION.fullmatch(text.strip()):
-        return time.time() - float(match[1]) * _UNIT_SECONDS[match[2]]
+    if (seconds := parse_duration(text)) is not None and text.strip()[-1] in "smhd":
+        return time.time() - seconds
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -18,8 +18,9 @@ from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.programs.command_program import CommandProgram
 from wanma.bench.programs.contender import Contender, Fault, Patterns
-from wanma.bench.programs.execution import ExecutionRule, execute
+from wanma.bench.programs.execution import execute
 from wanma.bench.programs.target import parse_target
+from wanma.bench.programs.watched_program import ExecutionRule
 from wanma.job.errors import WanmaError
 from wanma.job.run.resource_limits import usable_cores
 
@@ -228,7 +229,8 @@ def test_the_program_ends_with_a_benchmark_that_is_terminated(tmp_path: Path) ->
         "import sys; from pathlib import Path\n"
         "from support.no_meter import NoMeter\n"
         "from wanma.bench.programs.contender import Contender\n"
-        "from wanma.bench.programs.execution import ExecutionRule, execute\n"
+        "from wanma.bench.programs.execution import execute\n"
+        "from wanma.bench.programs.watched_program import ExecutionRule\n"
         "endless = Contender('x', 'command', command=(sys.executable, '-S', '-c', "
         '\'import os, time; open("pid", "w").write(str(os.getpid())); time.sleep(600)\'))\n'
         "execute([(endless, Path('.'))], 0, ExecutionRule(timeout_seconds=600), make_meter=NoMeter,"

@@ -14,7 +14,7 @@ from wanma.bench.programs import watched_program
 from wanma.bench.programs.command_program import CommandProgram
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.target import Progress, parse_target
-from wanma.bench.programs.watched_program import WatchedProgram
+from wanma.bench.programs.watched_program import ExecutionRule, WatchedProgram
 
 
 @dataclass
@@ -86,10 +86,8 @@ def watch(world: World, monkeypatch: pytest.MonkeyPatch, target: str | None = "l
     watched = WatchedProgram(
         Contender("program", "command", command=("program",)),
         Path(),
-        steps=None,
-        target=None if target is None else parse_target(target),
-        timeout_seconds=math.inf,
-        other_numbers=set,
+        ExecutionRule(target=None if target is None else parse_target(target), timeout_seconds=math.inf),
+        set,
     )
     watched.take_turn(math.inf, ends_with_first_step=False)
     assert watched.ending is not None

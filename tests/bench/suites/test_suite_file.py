@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wanma.bench.programs.places import place_contender
-from wanma.bench.runner import parse_duration
+from wanma.bench.runner import duration_seconds
 from wanma.bench.suites.scaled_contenders import THREADS
 from wanma.bench.suites.suite_file import find_suite, is_suite, known_suites, parse_over
 from wanma.bench.suites.suite_of_commands import suite_of_commands
@@ -249,7 +249,7 @@ def test_values_are_listed_or_doubled() -> None:
     ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("1h30m", 5400.0), ("2d", 172_800.0)]
 )
 def test_durations_are_as_people_write_them(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+    assert duration_seconds(text) == seconds
 
 
 def test_the_environment_of_a_contender_may_name_the_folder_of_the_suite(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from support.no_meter import NoMeter
 from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.meter.process_tree import descendants
 from wanma.bench.programs.contender import Contender
-from wanma.bench.programs.execution import MAX_STOP_SECONDS, ExecutionRule, execute
+from wanma.bench.programs.execution import MAX_STOP_SECONDS, execute
+from wanma.bench.programs.watched_program import ExecutionRule
 from wanma.bench.results.directory import list_result_directories
 from wanma.bench.statistics.verdicts import Outcome
 from wanma.bench.turns import program_processes

@@ -40,6 +40,11 @@ class Fault(Section):
     rank: Annotated[int, Field(ge=0)] = 0
 
 
+def override_texts(settings: Mapping[str, str]) -> list[str]:
+    """Return settings of a job as overrides on a command line."""
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
 @dataclass(frozen=True)
 class Contender(StoredRecord):
     """A job with settings, or a command, as a benchmark measures it.
@@ -69,7 +74,7 @@ class Contender(StoredRecord):
 
     @property
     def overrides(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.settings.items()]
+        return override_texts(self.settings)
 
     def to_json(self) -> dict[str, Any]:
         content = super().to_json()

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.meter.process_tree import adopt_orphans, descendants
 from wanma.bench.programs.contender import Contender
 from wanma.bench.programs.target import Target
-from wanma.bench.programs.watched_program import WatchedProgram
+from wanma.bench.programs.watched_program import ExecutionRule, WatchedProgram
 from wanma.bench.turns.own_clock import figures_without_clocks, steps_without_stops
-from wanma.bench.turns.program_processes import WAY_OUT, ProgramProcesses
+from wanma.bench.turns.program_processes import WAY_OUT
 from wanma.bench.turns.stop_guard import StopGuard
 from wanma.bench.turns.turn_count import shared_turns
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -30,20 +30,6 @@ from wanma.job.file.loading import load_job
 
 MAX_STOP_SECONDS = 10.0
 """Longest stop of a program. wanma's heartbeats time out after 20 s, collectives of others after minutes."""
-
-
-@dataclass(frozen=True)
-class ExecutionRule:
-    """End of an execution, and the duration of turns."""
-
-    steps: int | None = None
-    """Optimizer steps of a job; None: as the job says."""
-    target: Target | None = None
-    """End of the measurement; None: the program's own."""
-    timeout_seconds: float = 3600.0
-    """Time after which a program is killed, and its measurement an error; stops are not part of it."""
-    turn_seconds: float = 0.0
-    """Duration of a turn of contenders that live at once."""
 
 
 def execute(
@@ -137,18 +123,8 @@ def _programs(
         return set(bystanders).union(*(one.numbers for one in others if one is not None))
 
     for index, (contender, folder) in enumerate(contenders):
-        program = WatchedProgram(
-            contender,
-            folder,
-            steps=rule.steps,
-            target=rule.target,
-            timeout_seconds=rule.timeout_seconds,
-            other_numbers=partial(numbers_of_others, index),
-        )
-        if guard is not None:
-            numbers = partial(numbers_of_others, index)
-            program.processes = ProgramProcesses(contender.name, numbers, guard)
-        programs.append(program)
+        numbers = partial(numbers_of_others, index)
+        programs.append(WatchedProgram(contender, folder, rule, numbers, guard))
     return programs
 
 

@@ -18,6 +18,7 @@ from wanma.bench.programs.job_program import JobProgram
 from wanma.bench.programs.running_program import RunningProgram, wait_for_end
 from wanma.bench.programs.target import Target
 from wanma.bench.turns.program_processes import ProgramProcesses
+from wanma.bench.turns.stop_guard import StopGuard
 
 POLL_SECONDS = 0.1
 EARLY_POLL_SECONDS = 0.02
@@ -28,6 +29,20 @@ LOOK_SHARE = 340.0
 """Least time from one look at a program's progress to the next, over that of the look: below 0.3 % in all."""
 EARLY_LOOK_SHARE = 10.0
 """The same until a fault is caused, or the first step ends: the time before is not what is measured."""
+
+
+@dataclass(frozen=True)
+class ExecutionRule:
+    """End of an execution, and the duration of turns."""
+
+    steps: int | None = None
+    """Optimizer steps of a job; None: as the job says."""
+    target: Target | None = None
+    """End of the measurement; None: the program's own."""
+    timeout_seconds: float = 3600.0
+    """Time after which a program is killed, and its measurement an error; stops are not part of it."""
+    turn_seconds: float = 0.0
+    """Duration of a turn of contenders that live at once."""
 
 
 @dataclass(frozen=True)
@@ -50,35 +65,31 @@ class WatchedProgram:
     """Program of one contender, which starts with its first turn.
 
     Args:
-        steps: optimizer steps of a job; None: as the job says.
-        target: end of the program; None: its own.
-        timeout_seconds: time after which it is killed, stops not counted.
         other_numbers: function that returns the numbers of processes that are not the program's.
+        guard: guard of stopped processes; None: the program has one turn, until it ends.
     """
 
     def __init__(
         self,
         contender: Contender,
         folder: Path,
-        *,
-        steps: int | None,
-        target: Target | None,
-        timeout_seconds: float,
+        rule: ExecutionRule,
         other_numbers: Callable[[], Collection[int]],
+        guard: StopGuard | None = None,
     ) -> None:
         self.contender = contender
         kind = JobProgram if contender.kind == "job" else CommandProgram
-        self.program: JobProgram | CommandProgram = kind(contender, folder, steps)
+        self.program: JobProgram | CommandProgram = kind(contender, folder, rule.steps)
         self.running: RunningProgram | None = None
         self.ending: Ending | None = None
         self.start_error: OSError | None = None
         self.has_step = False
         self.stopped_since: float | None = None
         """Monotonic time since which it is stopped; None: it runs, or has not been started."""
-        self.processes: ProgramProcesses | None = None
+        self.processes = None if guard is None else ProgramProcesses(contender.name, other_numbers, guard)
         """Processes to be stopped at the end of each turn; None: it has one turn, until it ends."""
-        self._folder, self._target, self._fault = folder, target, contender.fault
-        self._timeout_seconds, self._other_numbers = timeout_seconds, other_numbers
+        self._folder, self._rule, self._fault = folder, rule, contender.fault
+        self._other_numbers = other_numbers
         self._next_look = 0.0
         self._target_time: float | None = None
 
@@ -149,13 +160,13 @@ class WatchedProgram:
         Args:
             is_eager: True if its first step is waited for.
         """
-        fault, target, program = self._fault, self._target, self.program
+        fault, target, program = self._fault, self._rule.target, self.program
         if running.process.poll() is not None:
             if fault is not None and running.process.returncode == 0:
                 return f"ended before rank {fault.rank} was killed after step {fault.after_step}"
             return ""
         now = running.seconds
-        if now > self._timeout_seconds:
+        if now > self._rule.timeout_seconds:
             return "took longer than allowed"
         if self._target_time is not None and now > self._target_time + ORDERLY_SECONDS:
             return f"did not end within {ORDERLY_SECONDS:.0f} s of its target"

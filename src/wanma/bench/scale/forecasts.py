@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from wanma.bench.programs.contender import override_texts
 from wanma.bench.results.stored_study import CurvePoint
 from wanma.bench.scale.growth import Growth
 from wanma.bench.scale.targets import Target
@@ -42,7 +43,7 @@ class ScaledJob:
         Raises:
             WanmaError: the job is wrong, or its model cannot be forecast.
         """
-        job = load_job(path, texts(overrides))
+        job = load_job(path, override_texts(overrides))
         found = read_model(job)
         if found.workload is None:
             raise WanmaError(
@@ -52,7 +53,7 @@ class ScaledJob:
         return cls(path, found.workload, job_dimensions(job), load_calibration())
 
     def job(self, overrides: Mapping[str, str]) -> Job:
-        return load_job(self.path, texts(overrides))
+        return load_job(self.path, override_texts(overrides))
 
     def forecast_layout(self, target: Target, growth: Growth, ranks: int) -> CurvePoint:
         """Forecast the growth's layout on `ranks` ranks; what it leaves open is chosen by time."""
@@ -99,8 +100,3 @@ class ScaledJob:
         name = calibrated_device_name(cpu.name, self.calibration)
         is_corrected = self.calibration.corrections_for(name) != CorrectionFactors()
         return "cpu-corrected" if is_corrected else "cpu-calibrated"
-
-
-def texts(overrides: Mapping[str, str]) -> list[str]:
-    """Return overrides as on the command line."""
-    return [f"{key}={value}" for key, value in overrides.items()]

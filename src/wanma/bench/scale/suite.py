@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from wanma.bench.figures.scaling import SCALING_KEYS, THROUGHPUT
+from wanma.bench.programs.contender import override_texts
 from wanma.bench.runner import Rule
-from wanma.bench.scale.forecasts import texts
 from wanma.bench.scale.growth import Growth, default_axis, growth_of
 from wanma.bench.scale.measured import contender_name
 from wanma.bench.scale.targets import target_of_cluster, target_of_device
@@ -23,7 +23,7 @@ from wanma.bench.suites.suite_file import (
     override_text,
     source_text,
 )
-from wanma.bench.suites.suite_of_job import read_suite_file_or_job, split_override
+from wanma.bench.suites.suite_of_job import override_settings, read_suite_file_or_job
 from wanma.hardware.cluster_file.node_builder import parse_nics
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -44,14 +44,15 @@ def scale_suite(
         WanmaError: the file has no single job, or an option contradicts it.
     """
     file = read_suite_file_or_job(path)
-    settings = _common_settings(path, file, dict(split_override(text) for text in overrides))
+    settings = _common_settings(path, file, override_settings(overrides))
     plain = make_suite(
         path.stem,
         file.model_copy(update={"contenders": [], "over": {}, "baseline": None, "weak": False}),
         path.parent,
         source=str(path),
     )
-    job = to_job(tomllib.loads(plain.job_text), texts(settings), source_text(str(path), overrides), str(path))
+    source = source_text(str(path), overrides)
+    job = to_job(tomllib.loads(plain.job_text), override_texts(settings), source, str(path))
     (node,) = discover_node().nodes
     device = "cuda" if node.devices and job.cluster.device != "cpu" else "cpu"
     # Read here too, so that a wrong one is refused before anything is measured.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from wanma.bench.programs.contender import override_texts
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -61,7 +62,7 @@ class JobWords:
     @cached_property
     def _job(self) -> Job:
         limit = {} if self.steps is None else {"train.steps": str(self.steps)}
-        overrides = [f"{key}={value}" for key, value in {**self.settings, **limit}.items()]
+        overrides = override_texts({**self.settings, **limit})
         return to_job(tomllib.loads(self.job_text), overrides, self.source, self.file)
 
     @cached_property

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from wanma.bench.programs.contender import Patterns
 from wanma.bench.programs.redaction import REDACTED, redact_command
-from wanma.bench.runner import Rule, parse_duration
+from wanma.bench.runner import Rule, duration_seconds
 from wanma.bench.suites.suite_file import ContenderTable, Suite, SuiteFile, make_suite
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
@@ -61,7 +61,7 @@ def suite_of_commands(
             for name, one in zip(names, words, strict=True)
         ],
         target=target,
-        rule=Rule(turn_seconds=0.0 if turns is None else parse_duration(turns)),
+        rule=Rule(turn_seconds=0.0 if turns is None else duration_seconds(turns)),
     )
     return make_suite("commands", file, Path()), file.rule
 

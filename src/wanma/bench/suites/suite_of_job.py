@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wanma.bench.runner import Rule, parse_duration
+from wanma.bench.runner import Rule, duration_seconds
 from wanma.bench.suites.suite_file import (
     ContenderTable,
     Suite,
@@ -17,7 +17,7 @@ from wanma.bench.suites.suite_file import (
     read_suite_file,
 )
 from wanma.job.errors import EXIT_USAGE, WanmaError
-from wanma.job.file.loading import load_job
+from wanma.job.file.loading import load_job, parse_override
 
 DEFAULT_STEPS = 60
 """Optimizer steps of an execution of a job for which nothing else is said."""
@@ -56,13 +56,13 @@ def read_suite_or_job(
         changes["target"] = target
     if weak:
         changes["weak"] = True
-    named = {"steps": steps, "turn_seconds": None if turns is None else parse_duration(turns)}
+    named = {"steps": steps, "turn_seconds": None if turns is None else duration_seconds(turns)}
     changes["rule"] = file.rule.model_copy(
         update={name: value for name, value in named.items() if value is not None}
     )
     if overrides:
         tables = file.contenders or [ContenderTable(name="" if changes["over"] else "job")]
-        extra = dict(split_override(text) for text in overrides)
+        extra = override_settings(overrides)
         changes["contenders"] = [
             table.model_copy(update={"settings": {**table.settings, **extra}}) for table in tables
         ]
@@ -116,15 +116,12 @@ def read_suite_file_or_job(path: Path, target: str | None = None) -> SuiteFile:
     return SuiteFile(title=f"job {path.name}", job=path.name, rule=rule)
 
 
-def split_override(text: str) -> tuple[str, str]:
-    """Return key and value of KEY=VALUE.
+def override_settings(texts: Sequence[str]) -> dict[str, str]:
+    """Return overrides, each KEY=VALUE, as settings of a contender.
 
     Raises:
-        WanmaError: the text is none.
+        JobError: a text is no override.
     """
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise WanmaError(
-            f"'{text}' is not an override: expected KEY=VALUE", "for example train.steps=500", EXIT_USAGE
-        )
-    return key, value
+    for text in texts:
+        parse_override(text)
+    return {key: value for key, _, value in (text.partition("=") for text in texts)}

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import psutil
 
+from wanma.elastic.workers.linux_processes import process_start_time
 from wanma.job.errors import WanmaError
 
 READY, END = "ready", "end"
@@ -36,7 +36,7 @@ class StopGuard:
     """
 
     def __enter__(self) -> Self:
-        self._added: set[tuple[int, str]] = set()
+        self._added: set[tuple[int, int]] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "wanma.bench.turns.stop_guard"],
             stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ class StopGuard:
         Raises:
             WanmaError: the guard has ended.
         """
-        start = start_ticks(number)
+        start = process_start_time(number)
         if start is None or (number, start) in self._added:
             return
         self._added.add((number, start))
@@ -88,16 +88,7 @@ class StopGuard:
             ) from None
 
 
-def start_ticks(number: int) -> str | None:
-    """Return the start of a process in ticks since boot, which tells it from a later one of its number."""
-    try:
-        text = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[19]
-
-
-def end_processes(starts: dict[int, str]) -> None:
+def end_processes(starts: dict[int, int]) -> None:
     """End processes and all that descends from them: SIGTERM to the first of each tree, later SIGKILL.
 
     Args:
@@ -122,12 +113,12 @@ def end_processes(starts: dict[int, str]) -> None:
             process.kill()
 
 
-def _living(starts: dict[int, str]) -> list[psutil.Process]:
+def _living(starts: dict[int, int]) -> list[psutil.Process]:
     found = []
     for number, start in starts.items():
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(number)
-            if start_ticks(number) == start:
+            if process_start_time(number) == start:
                 found.append(process)
     return found
 
@@ -142,13 +133,13 @@ def _with_descendants(processes: Iterable[psutil.Process]) -> set[psutil.Process
 
 def main() -> int:
     """Read processes until the input ends, and end them unless `END` was the last line."""
-    starts: dict[int, str] = {}
+    starts: dict[int, int] = {}
     print(READY, flush=True)
     for line in sys.stdin:
         if line.strip() == END:
             return 0
         number, _, start = line.strip().partition(" ")
-        starts[int(number)] = start
+        starts[int(number)] = int(start)
     end_processes(starts)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ from wanma.cli.arguments import (
     parse_share,
     set_completer,
 )
-from wanma.cli.output import print_progress
+from wanma.cli.output import print_content, print_progress, print_warning
 
 if TYPE_CHECKING:
     from wanma.bench.meter.disturbance import DisturbanceLimits
+    from wanma.bench.presentation.blocks import Block
     from wanma.bench.results.directory import ResultDirectory
     from wanma.bench.runner import Rule
     from wanma.bench.suites.suite_file import Suite
@@ -120,13 +122,13 @@ def cluster_overrides(arguments: argparse.Namespace) -> list[str]:
 
 def changed_rule(rule: Rule, arguments: argparse.Namespace) -> Rule:
     """Return a suite's rule with what the command line says."""
-    from wanma.bench.runner import parse_duration
+    from wanma.bench.runner import duration_seconds
 
     changes = {
         "rounds": arguments.rounds,
         "precision": arguments.precision,
-        "budget_seconds": None if arguments.budget is None else parse_duration(arguments.budget),
-        "timeout_seconds": None if arguments.timeout is None else parse_duration(arguments.timeout),
+        "budget_seconds": None if arguments.budget is None else duration_seconds(arguments.budget),
+        "timeout_seconds": None if arguments.timeout is None else duration_seconds(arguments.timeout),
     }
     return rule.model_copy(update={name: one for name, one in changes.items() if one is not None})
 
@@ -164,8 +166,6 @@ def measure_result(
     """
     from wanma.bench.benchmark import open_directory, run_benchmark
     from wanma.bench.display import blocks_of
-    from wanma.bench.presentation.blocks import terminal
-    from wanma.cli.output import print_content, print_warning
 
     directory = open_directory(arguments.results, suite, print_progress, is_fresh=arguments.fresh)
     try:
@@ -173,9 +173,15 @@ def measure_result(
     except KeyboardInterrupt:
         print_progress(f"\n{directory.path} has not ended: repeat the command, and it goes on")
         raise
-    print_content(terminal(blocks_of(result, directory, suite.file.metrics)))
+    print_blocks(blocks_of(result, directory, suite.file.metrics))
     print(f"result: {directory.path}    page: {directory.page}")
     missing = [name for name in result.contender_names if not result.measurements_of(name)]
     if missing:
         print_warning(f"no measurement counts of: {', '.join(missing)}")
     return directory, int(bool(missing))
+
+
+def print_blocks(blocks: Iterable[Block]) -> None:
+    from wanma.bench.presentation.blocks import terminal
+
+    print_content(terminal(blocks))

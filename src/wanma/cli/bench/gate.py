@@ -11,6 +11,7 @@ from wanma.cli.bench.arguments import (
     add_turns_option,
     changed_rule,
     disturbance_limits,
+    print_blocks,
 )
 from wanma.cli.output import print_progress
 
@@ -54,12 +55,10 @@ def add_parsers(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     from wanma.bench.gate import run_gate
-    from wanma.bench.presentation.blocks import terminal
     from wanma.bench.presentation.result_blocks import result_blocks
     from wanma.bench.suites.suite_file import find_suite
     from wanma.bench.suites.suite_of_commands import suite_of_commands
     from wanma.bench.suites.suite_of_job import read_suite_or_job
-    from wanma.cli.output import print_content
 
     if arguments.text is not None:
         suite, rule = suite_of_commands(
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress=print_progress,
         is_fresh=arguments.fresh,
     )
-    print_content(terminal(result_blocks(result, [finding.metric for finding in findings[:1]])))
+    print_blocks(result_blocks(result, [finding.metric for finding in findings[:1]]))
     for finding in findings:
         print(finding)
     print(f"result: {directory.path}")

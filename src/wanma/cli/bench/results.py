@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wanma.cli.bench.arguments import add_environments_option, add_results_option
+from wanma.cli.bench.arguments import add_environments_option, add_results_option, print_blocks
 from wanma.cli.output import print_progress, print_warning
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
@@ -62,17 +62,15 @@ def _add_result(parser: argparse.ArgumentParser, name: str, metavar: str) -> Non
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from wanma.bench.presentation.blocks import terminal
     from wanma.bench.presentation.comparison_blocks import list_block
     from wanma.bench.results.directory import read_results
-    from wanma.cli.output import print_content
 
     problems: list[str] = []
     found = [result for _, result in read_results(arguments.results, problems)]
     if not found:
         print(f"there are no results in {arguments.results}; `wanma bench train JOB` makes one")
     else:
-        print_content(terminal([list_block(found)]))
+        print_blocks([list_block(found)])
     for problem in problems:
         print_warning(problem)
     return 0
@@ -81,13 +79,11 @@ def _list(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from wanma.bench.display import blocks_of, page_of
     from wanma.bench.machine.machine_result import is_machine_result
-    from wanma.bench.presentation.blocks import terminal
     from wanma.bench.results.directory import find_result
-    from wanma.cli.output import print_content
 
     directory = find_result(arguments.results, arguments.result)
     result = directory.read()
-    print_content(terminal(blocks_of(result, directory)))
+    print_blocks(blocks_of(result, directory))
     if is_machine_result(result) and result.ended:
         directory.write_page(page_of(result, directory))  # its roofline has the trainings since
     if directory.page.exists():
@@ -97,29 +93,25 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from wanma.bench.comparisons.comparison import compare_results
-    from wanma.bench.presentation.blocks import terminal
     from wanma.bench.presentation.comparison_blocks import comparison_blocks
     from wanma.bench.results.directory import find_result
-    from wanma.cli.output import print_content
 
     before = find_result(arguments.results, arguments.before).read()
     after = find_result(arguments.results, arguments.after).read()
     comparison = compare_results(before, after, allows_differences=arguments.allow_differences)
-    print_content(terminal(comparison_blocks(comparison)))
+    print_blocks(comparison_blocks(comparison))
     return 0
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
     from wanma.bench.benchmark import reproduce
     from wanma.bench.comparisons.reproduction import is_reproduced
-    from wanma.bench.presentation.blocks import terminal
     from wanma.bench.presentation.comparison_blocks import reproduction_blocks
     from wanma.bench.results.directory import find_result
-    from wanma.cli.output import print_content
 
     stored = find_result(arguments.results, arguments.result)
     figures, directory = reproduce(stored, arguments.results, print_progress, arguments.environments)
-    print_content(terminal(reproduction_blocks(figures)))
+    print_blocks(reproduction_blocks(figures))
     print(f"result: {directory.path}")
     return int(not is_reproduced(figures))
 
