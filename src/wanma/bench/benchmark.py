@@ -43,7 +43,6 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory
 
-DEFAULT_LIMITS = DisturbanceLimits()
 DATA_FOLDER = "data"
 """Folder of made data, beside the results."""
 DATA = "data"
@@ -60,7 +59,7 @@ def run_benchmark(
     rule: Rule,
     directory: ResultDirectory,
     *,
-    limits: DisturbanceLimits = DEFAULT_LIMITS,
+    limits: DisturbanceLimits,
     progress: Callable[[str], None],
 ) -> BenchmarkResult:
     """Measure the contenders of a suite, after what the folder already has, and write the result.
@@ -125,7 +124,7 @@ def _run_locked(
         progress=progress,
     )
     result = replace(result, measurements=directory.read_measurements(), ended=_now())
-    result = _with_plans(result, suite, scratch, words)
+    result = _with_plans(result, scratch, words)
     result = summarize(result, [first_steady_step(one) for one in result.measurements])
     problem = None
     try:
@@ -292,27 +291,26 @@ def _begin(
         result = replace(directory.read(with_measurements=False), rule=measuring)
         for record in result.contenders:
             _check_unchanged(record, packages.get(record.name, {}))
-        directory.write_result(result)
-        write_stored_suite(directory, suite, rule, limits)
-        return result
-    baseline = suite.file.baseline if suite.file.baseline in [one.name for one in suite.contenders] else None
-    result = BenchmarkResult(
-        id=directory.id,
-        name=suite.name,
-        title=suite.title,
-        description=" ".join(filter(None, (suite.file.description, data_sentence(suite)))),
-        created=_now(),
-        contenders=tuple(
-            replace(_record(contender), packages=packages.get(contender.name, {}))
-            for contender in suite.contenders
-        ),
-        suite=SuiteRecord(suite.name, suite.digest),
-        baseline=baseline or (suite.contenders[0].name if len(suite.contenders) > 1 else ""),
-        rule=measuring,
-        environment=describe_environment(),
-        hardware=describe_hardware(),
-        code=describe_code(),
-    )
+    else:
+        names = [one.name for one in suite.contenders]
+        baseline = suite.file.baseline if suite.file.baseline in names else None
+        result = BenchmarkResult(
+            id=directory.id,
+            name=suite.name,
+            title=suite.title,
+            description=" ".join(filter(None, (suite.file.description, data_sentence(suite)))),
+            created=_now(),
+            contenders=tuple(
+                replace(_record(contender), packages=packages.get(contender.name, {}))
+                for contender in suite.contenders
+            ),
+            suite=SuiteRecord(suite.name, suite.digest),
+            baseline=baseline or (names[0] if len(names) > 1 else ""),
+            rule=measuring,
+            environment=describe_environment(),
+            hardware=describe_hardware(),
+            code=describe_code(),
+        )
     directory.write_result(result)
     write_stored_suite(directory, suite, rule, limits)
     return result
@@ -385,33 +383,27 @@ def _record(contender: Contender) -> ContenderRecord:
     )
 
 
-def _with_plans(
-    result: BenchmarkResult, suite: Suite, scratch: Path, words: Mapping[str, str]
-) -> BenchmarkResult:
+def _with_plans(result: BenchmarkResult, scratch: Path, words: Mapping[str, str]) -> BenchmarkResult:
     """Return the result with the resolved jobs and plans of its contenders, and the nodes of their plans.
 
     Args:
         words: places of this machine by the word that stands for them in a result.
     """
-    runs = {contender.name: list(_runs_of(contender.name, result, scratch)) for contender in suite.contenders}
+    runs: dict[str, list[RunDirectory]] = {record.name: [] for record in result.contenders}
+    for one in reversed(result.measurements):
+        if not one.error:
+            folder = execution_folder(scratch, one.contender, one.round)
+            runs[one.contender].append(run_of_execution(folder))
     contenders = []
     for record in result.contenders:
-        job, plan = record.job, record.plan
-        for run in runs[record.name]:
-            if run.job.exists() and run.plan.exists():
-                job, plan = with_words(run.job.read_text(), words), json.loads(run.plan.read_text())
-                break
+        run = next((run for run in runs[record.name] if run.job.exists() and run.plan.exists()), None)
+        if run is None:
+            contenders.append(record)
+            continue
+        job, plan = with_words(run.job.read_text(), words), json.loads(run.plan.read_text())
         contenders.append(replace(record, job=job, plan=plan))
     hardware = describe_hardware(run for found in runs.values() for run in found)
     return replace(result, contenders=tuple(contenders), hardware=hardware)
-
-
-def _runs_of(contender: str, result: BenchmarkResult, scratch: Path) -> Sequence[RunDirectory]:
-    return [
-        run_of_execution(execution_folder(scratch, one.contender, one.round))
-        for one in reversed(result.measurements)
-        if one.contender == contender and not one.error
-    ]
 
 
 def _now() -> str:

@@ -15,12 +15,13 @@ from wanma.bench.machine.calibration import calibrations_of
 from wanma.bench.machine.collective_selection import ALL_COLLECTIVES, CollectiveSelection, check_names
 from wanma.bench.machine.execution import (
     execution_command,
+    file_system,
     measured_node,
     parse_benchmark_cluster,
     run_execution,
+    storage_folder,
 )
 from wanma.bench.machine.machine_result import NODES, PROGRAM, RANKS, SELECTION, SUITE
-from wanma.bench.machine.storage_place import file_system, storage_folder
 from wanma.bench.machine_figures.case_names import PARTS, Part
 from wanma.bench.programs.contender import Contender
 from wanma.bench.results.result import BenchmarkResult

@@ -12,7 +12,6 @@ from wanma.bench.benchmark import new_directory, run_benchmark
 from wanma.bench.machine_benchmark import smoke_suite
 from wanma.bench.meter.disturbance import NO_LIMITS
 from wanma.bench.programs.limited_link import missing_for_link
-from wanma.bench.runner import Rule
 from wanma.bench.suites.suite_file import Suite, find_suite, known_suites, read_suite_file
 from wanma.bench.suites.suite_of_job import read_suite_or_job
 from wanma.job.errors import WanmaError
@@ -62,13 +61,16 @@ def run_smoke(
     paths = {name: None if name == MACHINE else find_suite(name) for name in names}
     for name, path in (paths or {**known_suites(), MACHINE: None}).items():
         began = time.monotonic()
-        if path is not None and (missing := _missing(path, environments)):
-            yield Outcome(name, 0.0, skipped=f"it needs {', '.join(missing)}")
-            continue
-        progress(f"suite {name}")
         problem = ""
         try:
-            suite, rule = smoke_suite() if path is None else _in_small(path, environments)
+            if path is None:
+                suite, rule = smoke_suite()
+            else:
+                suite, rule = read_suite_or_job(path, is_smoke=True, environments=environments)
+            if missing := _missing(suite):
+                yield Outcome(name, 0.0, skipped=f"it needs {', '.join(missing)}")
+                continue
+            progress(f"suite {name}")
             suite = replace(suite, name=f"{suite.name}-smoke")
             result = run_benchmark(
                 suite, rule, new_directory(root, suite), limits=NO_LIMITS, progress=progress
@@ -79,14 +81,9 @@ def run_smoke(
         yield Outcome(name, time.monotonic() - began, problem)
 
 
-def _in_small(path: Path, environments: Path | None) -> tuple[Suite, Rule]:
-    return read_suite_or_job(path, is_smoke=True, environments=environments)
-
-
-def _missing(path: Path, environments: Path | None) -> list[str]:
+def _missing(suite: Suite) -> list[str]:
     """Return modules and Python environments that a suite needs and that are not here."""
-    needs, suite = read_suite_file(path).needs, _in_small(path, environments)[0]
-    missing = [module for module in needs if importlib.util.find_spec(module) is None]
+    missing = [module for module in suite.file.needs if importlib.util.find_spec(module) is None]
     absent = [
         f"the Python environment '{one.name}' in {Path(one.folder).parent}"
         for one in suite.python_environments

@@ -14,7 +14,7 @@ from wanma.bench.comparisons.reproduction import judge_reproduction
 from wanma.bench.figures.metrics import find_metric
 from wanma.bench.figures.summary import summarize
 from wanma.bench.presentation.blocks import Block, terminal
-from wanma.bench.presentation.comparison_blocks import comparison_blocks, list_block, reproduction_blocks
+from wanma.bench.presentation.comparison_blocks import comparison_blocks, reproduction_blocks
 from wanma.bench.presentation.page import result_page
 from wanma.bench.presentation.result_blocks import (
     STEP_TIME_NOTE,
@@ -169,11 +169,6 @@ def test_a_comparison_has_both_medians_and_what_differs(result: BenchmarkResult)
     (plain,) = (line for line in text if line.startswith("plain 1.001 s"))
     assert plain.startswith("plain 1.001 s (0.982–1.020) 0.5005 s (0.4910–0.5100) 2.000 (")
     assert plain.endswith("faster")
-
-
-def test_a_list_has_a_line_for_each_result(result: BenchmarkResult) -> None:
-    listed = lines([list_block([result])])
-    assert listed[1].startswith(f"{result.id} ")
 
 
 def test_a_reproduction_counts_its_decisions(result: BenchmarkResult) -> None:

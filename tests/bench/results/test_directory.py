@@ -12,7 +12,6 @@ from wanma.bench.results.directory import (
     ResultDirectory,
     create_result_directory,
     list_result_directories,
-    read_results,
 )
 from wanma.job.errors import WanmaError
 
@@ -76,15 +75,6 @@ def test_a_damaged_result_is_named(text: str, tmp_path: Path) -> None:
     directory.result.write_text(text)
     with pytest.raises(WanmaError, match=r"result\.json is damaged"):
         directory.read()
-
-
-def test_results_that_cannot_be_read_are_left_out_of_a_search(tmp_path: Path) -> None:
-    directory = written(tmp_path)
-    for name, text in (("20261123-damaged", "{"), ("20261124-newer", '{"schema": 2}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(text)
-    ((found, result),) = read_results(tmp_path)
-    assert (found, result) == (directory, directory.read(with_measurements=False))
 
 
 def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:

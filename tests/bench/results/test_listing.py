@@ -47,11 +47,12 @@ def test_a_prefix_of_none_or_several_is_an_error(text: str, root: Path) -> None:
 
 
 def test_a_result_that_cannot_be_read_is_a_problem_and_no_error(root: Path) -> None:
-    (root / NAMES[0] / "result.json").write_text("{")
+    for name, text in zip(NAMES, ("{", '{"schema": 2}'), strict=False):
+        (root / name / "result.json").write_text(text)
     problems: list[str] = []
-    assert [result.id for _, result in read_results(root, problems)] == list(NAMES[1:])
-    (problem,) = problems
-    assert NAMES[0] in problem
+    assert [result.id for _, result in read_results(root, problems)] == [NAMES[2]]
+    assert [name in problem for name, problem in zip(NAMES, problems, strict=False)] == [True, True]
+    assert [result.id for _, result in read_results(root)] == [NAMES[2]]
 
 
 def test_a_root_that_does_not_exist_is_empty(tmp_path: Path) -> None:

@@ -10,8 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from wanma.bench.statistics.block_length import choose_block_length
-from wanma.bench.statistics.estimates import Estimate, estimate, estimate_measurements
-from wanma.bench.statistics.quantiles import student_quantile
+from wanma.bench.statistics.estimates import (
+    Estimate,
+    estimate,
+    estimate_measurements,
+    student_quantile,
+)
 
 
 def correlated(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from wanma.bench.statistics import rank_tests
-from wanma.bench.statistics.quantiles import student_quantile
+from wanma.bench.statistics.estimates import student_quantile
 from wanma.bench.statistics.ratios import cliffs_delta, estimate_paired_ratio, estimate_ratio
 
 FIRST = [1.504, 0.6, 1.087, 0.893, 0.913, 0.958, 0.668, 0.955, 0.841, 1.944, 1.046, 0.932, 0.945, 0.875, 0.81]

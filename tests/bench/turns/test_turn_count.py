@@ -57,8 +57,3 @@ def test_a_contender_whose_steps_are_longer_than_the_other_program_is_named() ->
 def test_a_round_in_which_one_failed_is_not_judged() -> None:
     short = replace(TURNS, shared_turns=0)
     assert too_few_turns([replace(measured("a", short), error="ended"), measured("b", short)]) == ""
-
-
-def test_the_turns_stay_in_the_file_of_a_measurement() -> None:
-    one = measured("a", replace(TURNS, stops=((1.0, 2.0),)))
-    assert Measurement.from_json(one.to_json()).turns == one.turns

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.bench.machine.storage_place import file_system
+from wanma.bench.machine.execution import file_system
 from wanma.hardware.measurement.storage_benchmarks import (
     BLOCK_BYTES,
     FILE_BYTES,

@@ -35,7 +35,19 @@ class Metric:
 
     def text(self, value: float | None) -> str:
         """Return a value with its unit."""
-        return value_text(value, self.unit)
+        match self.unit:
+            case "s":
+                return duration_text(value)
+            case "B":
+                return bytes_text(value)
+            case "share":
+                return percent_text(value)
+            case "B/s" | "FLOP/s":
+                return rate_text(value, self.unit)
+            case "1/s":
+                return f"{number_text(value)}/s"
+            case _:
+                return number_text(value)
 
 
 FIGURE_UNITS: tuple[tuple[str, str, Direction], ...] = (
@@ -278,23 +290,6 @@ def metric_values(measurement: Measurement, name: str, first_step: int = 0) -> l
     else:
         values = [measurement.figures.get(name)]
     return [value for value in values if value is not None]
-
-
-def value_text(value: float | None, unit: str) -> str:
-    """Return a value of the units of `Metric` as text."""
-    match unit:
-        case "s":
-            return duration_text(value)
-        case "B":
-            return bytes_text(value)
-        case "share":
-            return percent_text(value)
-        case "B/s" | "FLOP/s":
-            return rate_text(value, unit)
-        case "1/s":
-            return f"{number_text(value)}/s"
-        case _:
-            return number_text(value)
 
 
 def rate_text(value: float | None, unit: str) -> str:

@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from wanma.bench.machine.calibration import threads_per_core
 from wanma.bench.machine.collective_selection import CollectiveSelection
 from wanma.bench.machine.figures import execution_figures
 from wanma.bench.machine.machine_result import PROGRAM
 from wanma.bench.machine.request import RESULT_FILE, ROUND_EVENT, SETUP_TIMEOUT_SECONDS, MachineRequest
-from wanma.bench.machine.storage_place import storage_folder
 from wanma.bench.machine_figures.case_names import PARTS, Part
 from wanma.bench.programs.command_program import FIGURE_MARK
 from wanma.bench.programs.places import PYTHON, word
@@ -32,7 +33,7 @@ from wanma.engines.local.foreground import run_local
 from wanma.hardware.discovery.node import discover_node
 from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.cluster import NodeGroup
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.sections.cluster import BudgetSection, ClusterSection
 from wanma.observe.units import count_text
@@ -41,6 +42,8 @@ from wanma.planner.calibration.local_node import baseline_plan
 ENTRY = "wanma.bench.machine.worker:measure_machine_worker"
 PRELOAD = ("torch", "wanma.bench.machine.worker")
 FIGURES_PER_LINE = 20
+RUNS = Path("runs")
+"""Folder of run directories, whose file system is measured unless another folder is given."""
 
 
 def measured_node(section: ClusterSection) -> NodeGroup:
@@ -145,6 +148,33 @@ def _measure_on_ranks(
         if not written.exists():
             return None
         return execution_figures(json.loads(written.read_text()), plan.world_size)
+
+
+def storage_folder(given: Path | None) -> Path:
+    """Return the folder in which storage is measured: `given`, that of run directories, or the current one.
+
+    Raises:
+        WanmaError: it does not exist, or cannot be written to.
+    """
+    folder = given or (RUNS if RUNS.is_dir() else Path())
+    if not folder.is_dir():
+        raise WanmaError(f"--folder {folder} is no folder", "give a folder that exists", EXIT_USAGE)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise WanmaError(
+            f"{folder.absolute()} cannot be written to, so that its storage cannot be measured",
+            "give another folder with --folder DIR, or leave storage out with --parts",
+            EXIT_USAGE,
+        )
+    return folder.absolute()
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system of a folder, such as 'ext4', 'nfs4', 'tmpfs'; empty if unknown."""
+    path = folder.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    # Of mounts on one another the last one counts.
+    longest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return "" if longest is None else str(longest.fstype)
 
 
 def _words(text: str) -> list[str]:

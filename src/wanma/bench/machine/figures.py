@@ -71,11 +71,6 @@ def execution_figures(content: Mapping[str, Any], ranks: int) -> dict[str, float
     return figures
 
 
-def product_flops(shape: Sequence[int]) -> float:
-    """Return the FLOPs of a product (m, n, k)."""
-    return 2.0 * prod(shape)
-
-
 def attention_flops(kind: str, shape: Sequence[int]) -> float:
     """Return the FLOPs of causal attention; backward computes five products where forward has two.
 
@@ -99,7 +94,7 @@ def _device_figures(times: Sequence[CaseTime], ranks: int) -> Iterator[tuple[str
 
             def work(time: CaseTime, kind: str = kind) -> float:
                 shape = time.parts.sizes
-                return product_flops(shape) if kind == "product" else attention_flops(kind, shape)
+                return 2.0 * prod(shape) if kind == "product" else attention_flops(kind, shape)
 
             same = [time for time in own if time.parts.precision == precision]
             yield from _best_rate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -61,13 +62,7 @@ def times_content(
         "backend": backend,
         "processors": processors,
         "cases": [
-            {
-                "name": case.name,
-                "seconds": time.seconds,
-                "seconds_by_rank": time.seconds_by_rank,
-                "ranks": case.ranks,
-                "is_disturbed": time.is_disturbed,
-            }
+            {"name": case.name, "ranks": case.ranks, **asdict(time)}
             for case, time in zip(cases, times, strict=True)
         ],
     }

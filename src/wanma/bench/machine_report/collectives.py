@@ -9,14 +9,12 @@ from typing import Any
 
 from wanma.bench.machine.machine_result import rank_count
 from wanma.bench.machine_figures.case_names import is_case_figure, parse_case
-from wanma.bench.presentation.blocks import Block
+from wanma.bench.presentation.blocks import LIMIT_COLOUR, Block, series_colour
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.collectives.measurement.bandwidth import BUS_FACTORS, CollectiveTiming
 from wanma.observe.units import MISSING_TEXT, bytes_text, duration_text
 from wanma.report.components.line_chart import Chart, Series
 
-LIMIT_COLOR = 7
-COLOR_COUNT = 6
 DEFINITIONS = (
     "Bus bandwidth by the definitions of nccl-tests (doc/PERFORMANCE.md): size / time × 2 (n − 1) / n of an "
     "all-reduce, × (n − 1) / n of an all-gather, reduce-scatter and all-to-all, × 1 of a broadcast. "
@@ -122,10 +120,10 @@ def _bandwidth_and_time_charts(title: str, timings: Sequence[CollectiveTiming]) 
             (rates, [timing.bus_bandwidth / 1e9 for timing in own]),
             (times, [timing.seconds for timing in own]),
         ):
-            series.append(Series(name, number % COLOR_COUNT + 1, xs, values, marks_all_points=True))
+            series.append(Series(name, series_colour(number), xs, values, marks_all_points=True))
     limits = [timing.link_bytes_per_second / 1e9 for timing in own]
     if all(map(math.isfinite, limits)):
-        rates.append(Series("limit", LIMIT_COLOR, xs, limits))
+        rates.append(Series("limit", LIMIT_COLOUR, xs, limits))
     return [
         Chart(
             f"{title}: {quantity}",

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from wanma.bench.figures.metrics import rate_text
 from wanma.bench.machine.machine_result import node_count, rank_count
+from wanma.bench.presentation.blocks import LIMIT_COLOUR, series_colour
 from wanma.bench.results.result import BenchmarkResult, ContenderRecord
 from wanma.observe.units import percent_text
 from wanma.report.components.axis import AxisScale
 from wanma.report.components.line_chart import Chart, Series
-
-ROOF_COLOUR, COLOUR_COUNT = 7, 6
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,11 @@ def roofline_chart(roofs: Roofs, points: Sequence[TrainingPoint]) -> Chart:
     low = min([low, *(0.7 * point.intensity for point in shown)])
     high = max([10 * highest / bandwidth, *(1.4 * point.intensity for point in shown)])
     xs, ys = [low, highest / bandwidth, high], [low * bandwidth, highest, highest]
-    roof = Series(f"memory {rate_text(bandwidth, 'B/s')}", ROOF_COLOUR, xs, ys, draws_points=False)
+    roof = Series(f"memory {rate_text(bandwidth, 'B/s')}", LIMIT_COLOUR, xs, ys, draws_points=False)
     trainings = [
         Series(
             f"{point.name} ({point.precision})",
-            number % COLOUR_COUNT + 1,
+            series_colour(number),
             [point.intensity],
             [point.flops_per_second],
             draws_line=False,

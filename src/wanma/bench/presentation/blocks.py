@@ -24,6 +24,8 @@ UNBROKEN = (
     "decision",
 )
 """Columns that keep their width; the others are folded where the terminal is too narrow."""
+LIMIT_COLOUR = 7
+"""Colour of a limit in a chart, beside those of `series_colour`."""
 STYLES = {
     **dict.fromkeys(("faster", "better", "within"), "green"),
     **dict.fromkeys(("slower", "worse", "outside"), "red"),
@@ -45,6 +47,11 @@ class Block:
     """Columns from the left that have texts in a terminal; the others have numbers."""
     html: str = ""
     """Drawing that stands above the table of a page."""
+
+
+def series_colour(number: int) -> int:
+    """Return the colour, from 1 to 6, of a series by its number from 0; with more, colours repeat."""
+    return number % 6 + 1
 
 
 def terminal(blocks: Iterable[Block]) -> RenderableType:

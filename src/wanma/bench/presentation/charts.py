@@ -10,7 +10,8 @@ import numpy as np
 
 from wanma.bench.figures.metrics import STEP_SECONDS
 from wanma.bench.measurements.measurement import StepRecord
-from wanma.bench.presentation.result_blocks import COLOUR_COUNT, contender_colours
+from wanma.bench.presentation.blocks import series_colour
+from wanma.bench.presentation.result_blocks import contender_colours
 from wanma.bench.presentation.scale_blocks import efficiency_points
 from wanma.bench.results.result import BenchmarkResult
 from wanma.bench.results.stored_study import Curve, CurvePoint, Interval, ScaleStudy
@@ -115,7 +116,7 @@ def scale_charts(study: ScaleStudy) -> list[Chart]:
 
 def _throughput(curve: Curve, number: int) -> Iterator[Series]:
     """Yield the curve with its band, its measurements, and ideal scaling from its first point."""
-    colour = number % COLOUR_COUNT + 1
+    colour = series_colour(number)
     known = [point for point in curve.points if point.expected is not None]
     yield _banded(curve.name, colour, known, [point.expected for point in known])
     scaled = efficiency_points(curve.points)
@@ -139,7 +140,7 @@ def _throughput(curve: Curve, number: int) -> Iterator[Series]:
 
 def _efficiency(curve: Curve, number: int) -> Iterator[Series]:
     known = efficiency_points(curve.points)
-    yield _banded(curve.name, number % COLOUR_COUNT + 1, known, [point.efficiency for point in known])
+    yield _banded(curve.name, series_colour(number), known, [point.efficiency for point in known])
 
 
 def _banded(

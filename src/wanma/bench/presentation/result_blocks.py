@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -19,7 +20,7 @@ from wanma.bench.figures.texts import (
     step_time_text,
 )
 from wanma.bench.place import PACKAGES, hardware_identity
-from wanma.bench.presentation.blocks import Block
+from wanma.bench.presentation.blocks import Block, series_colour
 from wanma.bench.presentation.breakdown_blocks import breakdown_blocks
 from wanma.bench.presentation.result_tables import summary_metrics
 from wanma.bench.presentation.scale_blocks import curve_blocks, published_block
@@ -30,7 +31,6 @@ from wanma.models.workload.flop_conventions import OWN
 from wanma.observe.units import MISSING_TEXT, count_text, duration_text, number_text, percent_text
 from wanma.report.components.html_elements import bar, bar_caption, table_header, table_row
 
-COLOUR_COUNT = 6
 MAX_SHOWN_MEASUREMENTS = 400
 MIN_INTERVAL_SHARE = 0.004
 """Least width of a drawn interval, as a share of the bar, so that it stays visible."""
@@ -97,23 +97,19 @@ def metric_bars(result: BenchmarkResult, name: str) -> Iterator[str]:
         for contender in result.contender_names
         if name in result.summaries.get(contender, {})
     }
-    full = max((_upper(estimate) for estimate in estimates.values()), default=0.0)
+    full = max((estimate.bounds[1] for estimate in estimates.values()), default=0.0)
     colours = contender_colours(result)
     for contender, estimate in estimates.items():
         if full > 0 and estimate.median >= 0:
-            low = max(estimate.low, 0.0) if estimate.has_interval else estimate.median
-            width = max((_upper(estimate) - low) / full, MIN_INTERVAL_SHARE) if estimate.has_interval else 0.0
+            low, high = max(estimate.bounds[0], 0.0), estimate.bounds[1]
+            width = max((high - low) / full, MIN_INTERVAL_SHARE) if estimate.has_interval else 0.0
             yield bar([(f"c{colours[contender]}", min(low / full, 1.0 - width)), ("measured", width)])
         yield bar_caption(contender, estimate_text(name, estimate))
 
 
-def _upper(estimate: Estimate) -> float:
-    return estimate.high if estimate.has_interval else estimate.median
-
-
 def contender_colours(result: BenchmarkResult) -> dict[str, int]:
-    """Return a colour from 1 to 6 for each contender; with more, colours repeat."""
-    return {name: number % COLOUR_COUNT + 1 for number, name in enumerate(result.contender_names)}
+    """Return the colour of each contender."""
+    return {name: series_colour(number) for number, name in enumerate(result.contender_names)}
 
 
 def definition_text(result: BenchmarkResult, name: str) -> str:
@@ -154,19 +150,18 @@ def section_blocks(result: BenchmarkResult) -> Iterator[Block]:
 
 def scaling_block(scaling: Scaling) -> Block:
     """Return the speedups of a scaling beside ideal and forecast, with their definitions."""
-    rows = []
-    for row in scaling.rows:
-        rows.append(
-            [
-                row.contender,
-                f"{row.ranks:,}",
-                f"{row.devices:,}",
-                f"{row.speedup.median:.2f}" if row.ideal == 1 else row.speedup.text(".2f"),
-                f"{row.ideal:.2f}",
-                MISSING_TEXT if row.forecast is None else f"{row.forecast:.2f}",
-                percent_text(row.efficiency),
-            ]
-        )
+    rows = [
+        [
+            row.contender,
+            f"{row.ranks:,}",
+            f"{row.devices:,}",
+            f"{row.speedup.median:.2f}" if row.ideal == 1 else row.speedup.text(".2f"),
+            f"{row.ideal:.2f}",
+            MISSING_TEXT if row.forecast is None else f"{row.forecast:.2f}",
+            percent_text(row.efficiency),
+        ]
+        for row in scaling.rows
+    ]
     unit = "devices" if scaling.unit == "GPUs" else scaling.unit
     note = (
         f"{SCALING_BASES[scaling.kind]}: throughput over that of the first row; efficiency: speedup over "
@@ -259,10 +254,8 @@ def _all_measurements(result: BenchmarkResult) -> str:
 
 def exclusion_reasons(result: BenchmarkResult, contender: str) -> list[str]:
     """Return the reasons of a contender's measurements that do not count, each with its number."""
-    reasons: dict[str, int] = {}
-    for measurement in result.measurements_of(contender, counted_only=False):
-        for text in measurement.exclusion_reasons:
-            reasons[text] = reasons.get(text, 0) + 1
+    measurements = result.measurements_of(contender, counted_only=False)
+    reasons = Counter(text for measurement in measurements for text in measurement.exclusion_reasons)
     return [f"{text} ({number} ×)" if number > 1 else text for text, number in reasons.items()]
 
 

@@ -104,7 +104,7 @@ def markdown_table(result: BenchmarkResult, metrics: Sequence[str] = ()) -> str:
     names = list(metrics) or summary_metrics(result)
     shows_steps = not metrics or any(find_metric(name).is_per_step for name in names)
     heads = ["contender", *(f"{find_metric(name).title} (95 %)" for name in names), "measurements"]
-    rows = [heads, ["---", *("---:" for _ in heads[1:])]]
+    rows = []
     for contender in result.contender_names:
         own = result.summaries.get(contender, {})
         cells = [_cell(result, contender, name) if name in own else MISSING_TEXT for name in names]
@@ -112,7 +112,7 @@ def markdown_table(result: BenchmarkResult, metrics: Sequence[str] = ()) -> str:
         total = len(result.measurements_of(contender, counted_only=False))
         step_times = step_time_text(result, contender) if shows_steps else ""
         rows.append([contender, *cells, ", ".join(filter(None, (f"{counted} of {total}", step_times)))])
-    return "".join(map(_markdown_row, rows))
+    return markdown_block(Block(columns=heads, rows=rows))
 
 
 def markdown_block(block: Block) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from wanma.bench.measurements.measurement import StepRecord
+from wanma.bench.measurements.measurement import PHASE, StepRecord
 from wanma.bench.programs.contender import Contender, Patterns
 from wanma.bench.programs.target import Progress
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -24,8 +24,6 @@ MARK = "wanma step"
 """Beginning of a line of a script that reports a step without patterns."""
 FIGURE_MARK = "wanma figure"
 """Beginning of a line with figures of the whole execution."""
-PHASE_MARK = "phases."
-"""Beginning of the name of a step's phase in such a line, such as `phases.data`, in seconds."""
 
 
 class CommandProgram:
@@ -100,9 +98,9 @@ class CommandProgram:
                     int(own) if math.isfinite(own) else number, time, seconds, samples,
                     values.get("targets"), values.get("loss"), values.get("mfu"),
                     {
-                        name.removeprefix(PHASE_MARK): value
+                        name.removeprefix(PHASE): value
                         for name, value in values.items()
-                        if name.startswith(PHASE_MARK)
+                        if name.startswith(PHASE)
                     },
                 )
             )  # fmt: skip

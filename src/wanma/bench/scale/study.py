@@ -181,7 +181,7 @@ def _half_width(estimate: Estimate) -> float:
 
 
 def _interval(estimate: Estimate) -> Interval:
-    low, high = (estimate.low, estimate.high) if estimate.has_interval else (estimate.median, estimate.median)
+    low, high = estimate.bounds
     return Interval(value=estimate.median, low=low, high=high)
 
 

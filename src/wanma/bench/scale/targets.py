@@ -81,10 +81,10 @@ def target_here(ranks: Sequence[int], *, uses_cpu: bool, network: str | None) ->
 
 def _usual_nics(kind: DeviceKind | None, devices: int) -> Nics | None:
     """Return the share of `devices` in the network cards of a kind's reference server; None: unknown."""
-    nics = None if kind is None else default_nics(kind)
-    if nics is None or kind is None or kind.server is None:
+    if kind is None or kind.server is None:
         return None
-    return Nics(max(nics.count * devices // kind.server.devices, 1), nics.bits_per_second)
+    count = max(kind.server.nic_count * devices // kind.server.devices, 1)
+    return Nics(count, kind.server.nic_bits_per_second)
 
 
 def target_of_cluster(text: str, threads_per_rank: int | None = None) -> Target:

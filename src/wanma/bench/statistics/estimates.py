@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from wanma.bench.statistics.block_length import choose_block_length
-from wanma.bench.statistics.quantiles import student_quantile
 from wanma.bench.stored_record import Lower, StoredRecord, Upper
 
 MIN_VALUES = 3
@@ -51,6 +51,11 @@ class Estimate(StoredRecord):
             return math.inf
         half = (self.high - self.low) / 2
         return half / abs(self.median) if self.median else (0.0 if half == 0 else math.inf)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the ends of the interval; without one both are the median."""
+        return (self.low, self.high) if self.has_interval else (self.median, self.median)
 
     def contains(self, value: float) -> bool:
         """Return True if the interval contains `value`; an infinite one contains all."""
@@ -109,6 +114,39 @@ def estimate_measurements(measurements: Sequence[Sequence[float]], draws: int = 
     chosen = generator.integers(count, size=(draws, count))
     drawn = resampled[chosen, generator.integers(block_draws, size=(draws, count))]
     return _interval(centers, np.median(drawn, axis=1), _expanded_tail(count))
+
+
+@cache
+def student_quantile(probability: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution with an integer number of degrees of freedom.
+
+    Raises:
+        ValueError: the probability is not within 0.5 and 1, or there is no degree of freedom.
+    """
+    if not 0.5 <= probability < 1 or degrees < 1:
+        raise ValueError(f"no quantile {probability} of Student's distribution with {degrees} degrees")
+    low, high = 0.0, 1.0
+    while _student_cdf(high, degrees) < probability:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if _student_cdf(middle, degrees) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _student_cdf(value: float, degrees: int) -> float:
+    """Return P(T <= value) for value >= 0 (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4)."""
+    theta = math.atan2(value, math.sqrt(degrees))
+    cosine, sine = math.cos(theta), math.sin(theta)
+    term = cosine if degrees % 2 else 1.0
+    total = 0.0
+    for order in range(degrees % 2 + 2, degrees + 1, 2):
+        total += term
+        term *= cosine**2 * (order - 1) / order
+    both_tails = (theta + sine * total) * 2 / math.pi if degrees % 2 else sine * total
+    return (1 + both_tails) / 2
 
 
 def _expanded_tail(count: int) -> float:

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wanma.bench.statistics.estimates import MIN_VALUES, Estimate
-from wanma.bench.statistics.quantiles import student_quantile
+from wanma.bench.statistics.estimates import MIN_VALUES, Estimate, student_quantile
 from wanma.bench.statistics.rank_tests import rank_sum_bound, signed_rank_bound
 
 FloatArray = npt.NDArray[np.float64]
