@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.huggingface import write_config
 from support.ranks import Outcome, run_job
+from support.text import text_job
 from wanma.api.checkpoints.export import _other_files, export
 from wanma.cli.main import main
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
@@ -27,11 +28,8 @@ from wanma.job.sections.job import Job
 
 def trained(folder: Path, model: dict[str, Any], **train: Any) -> Outcome:
     """A short run, as `wanma train` leaves it."""
-    text = {
-        "model": model,
-        "data": {"text": [str(Path(json.__file__).parent)], "sequence_length": 16, "cache": str(folder)},
-        "train": {"steps": 2, "global_batch": 2, "learning_rate": 1e-2, "validation_samples": 2, **train},
-    }
+    keys = {"steps": 2, "global_batch": 2, "validation_samples": 2, **train}
+    text = text_job(folder, model, text=Path(json.__file__).parent, checkpoint={}, **keys)
     outcome = run_job(folder / "runs" / "mine", text, Plan(micro_batch=2))
     (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(text)))
     return outcome

@@ -14,13 +14,12 @@ from torch import nn
 
 import wanma
 from support.ranks import Outcome, run_here, run_job
+from support.text import SMALL_DECODER, text_job
 from wanma.cli.main import main
 from wanma.job.errors import WanmaError
 from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-
-SIZES = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2}
 
 
 def trained(
@@ -31,26 +30,19 @@ def trained(
     **train: Any,
 ) -> Outcome:
     """A short run, as `wanma train` leaves it."""
-    text = {"text": [str(Path(json.__file__).parent)], "sequence_length": 16, "cache": str(folder)}
-    job = {
-        "model": model,
-        "data": text if data is None else data,
-        "train": {"steps": 2, "global_batch": 2, "learning_rate": 1e-2, "validation_samples": 2, **train},
-        "checkpoint": {"every_steps": 1},
-    }
+    keys = {"steps": 2, "global_batch": 2, "validation_samples": 2, **train}
+    text, saved = Path(json.__file__).parent, {"every_steps": 1}
+    job = text_job(folder, model, text=text, checkpoint=saved, **keys)
+    if data is not None:
+        job["data"] = data
     run = run_here if plan is None or plan.world_size == 1 else run_job
     outcome = run(folder / "runs" / "mine", job, plan or Plan(micro_batch=2), {})
     (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(job)))
     return outcome
 
 
-def validation_loss(outcome: Outcome) -> float:
-    lines = (outcome.directory / "events.jsonl").read_text().splitlines()
-    return float([event for event in map(json.loads, lines) if event["kind"] == "validation"][-1]["loss"])
-
-
 def test_a_run_of_a_pipeline_is_a_plain_module_that_has_its_validation_loss(tmp_path: Path) -> None:
-    model = {**SIZES, "activation_function": "gelu"}
+    model = {**SMALL_DECODER, "activation_function": "gelu"}
     outcome = trained(tmp_path, model, Plan(pp=2, micro_batch=1), validation_samples=1)
     loaded = wanma.load(outcome.directory)
     assert not any(module.training for module in loaded.model.modules())
@@ -62,11 +54,11 @@ def test_a_run_of_a_pipeline_is_a_plain_module_that_has_its_validation_loss(tmp_
     batch = open_dataset(loaded.config.data, loaded.config.train).validation_batch([0])
     logits = loaded(*batch.inputs)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
-    assert loss == pytest.approx(validation_loss(outcome), rel=1e-6)
+    assert loss == pytest.approx(outcome.validation_losses[-1], rel=1e-6)
 
 
 def test_averaged_weights_an_earlier_step_and_a_damaged_newest(tmp_path: Path) -> None:
-    outcome = trained(tmp_path, SIZES, weight_average=0.5)
+    outcome = trained(tmp_path, SMALL_DECODER, weight_average=0.5)
     loaded = wanma.load(outcome.directory)
     assert loaded.averaged
     name, weight = next(iter(loaded.model.named_parameters()))
@@ -86,7 +78,7 @@ def test_averaged_weights_an_earlier_step_and_a_damaged_newest(tmp_path: Path) -
 
 def test_adapters_are_in_the_weights_of_plain_layers(tmp_path: Path) -> None:
     keys = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ["*.attention.query"]}
-    outcome = trained(tmp_path, {**SIZES, **keys})
+    outcome = trained(tmp_path, {**SMALL_DECODER, **keys})
     model, saved = wanma.load(outcome.directory).model, outcome.tensors()
     at = "layers.0.attention.query"
     change = saved[f"model.{at}.lora_b"] @ saved[f"model.{at}.lora_a"] * 3.0
@@ -100,7 +92,7 @@ def test_adapters_are_in_the_weights_of_plain_layers(tmp_path: Path) -> None:
 def test_frozen_weights_of_16_bits_have_as_many_bits_as_the_others(tmp_path: Path) -> None:
     keys = {"lora_rank": 2, "lora_targets": ["*.attention.query"]}
     job = {"precision": "bf16"}
-    outcome = trained(tmp_path, {**SIZES, **keys}, Plan(micro_batch=2, precision="bf16"), **job)
+    outcome = trained(tmp_path, {**SMALL_DECODER, **keys}, Plan(micro_batch=2, precision="bf16"), **job)
     assert outcome.tensors()["model.layers.0.attention.query.weight"].dtype == torch.bfloat16
     loaded = wanma.load(outcome.directory)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
@@ -205,7 +197,7 @@ def test_a_module_made_with_arguments_is_to_be_given(tmp_path: Path) -> None:
 def test_text_is_drawn_by_temperature_top_k_top_p_and_seed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = trained(tmp_path, SIZES)
+    outcome = trained(tmp_path, SMALL_DECODER)
     loaded = wanma.load(outcome.directory)
     greedy = loaded.sample("def ", 12, temperature=0)
     assert loaded.sample("def ", 12, top_k=1) == greedy == loaded.sample("def ", 12, top_p=1e-6)
@@ -229,7 +221,7 @@ def test_text_is_drawn_by_temperature_top_k_top_p_and_seed(
 def test_the_example_evaluates_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = trained(tmp_path, SIZES)
+    outcome = trained(tmp_path, SMALL_DECODER)
     monkeypatch.setattr("sys.argv", ["use_model.py", str(outcome.directory)])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "use_model.py"), run_name="__main__")
     told = capsys.readouterr().out.splitlines()

@@ -24,10 +24,6 @@ from wanma.data.opening import open_dataset
 from wanma.job.file.loading import load_job
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-
-
 def written(run: Path) -> dict[str, bytes]:
     """Files that a start writes."""
     return {name: (run / name).read_bytes() for name in ("job.toml", "plan.json", "environment.json")}
@@ -80,12 +76,12 @@ def test_a_checkpoint_of_other_data_is_refused_and_all_stays_as_it_was(corpus: P
     assert "restore the data of that run" in str(refused.value)
     assert written(run) == before
     assert (run / "metrics.jsonl").read_bytes() == metrics
-    assert events(run)[-1]["kind"] == "start_failed"
+    assert Outcome(run).events[-1]["kind"] == "start_failed"
 
 
 def test_the_perplexity_of_text_is_recorded(corpus: Path, tmp_path: Path) -> None:
     text_loop(text_job(corpus), tmp_path / "run")
-    (validation,) = [event for event in events(tmp_path / "run") if event["kind"] == "validation"]
+    (validation,) = Outcome(tmp_path / "run").validations
     assert validation["perplexity"] == pytest.approx(torch.tensor(validation["loss"]).exp().item(), rel=1e-6)
 
 
@@ -206,7 +202,7 @@ def test_a_session_that_fails_is_recorded_as_failed_and_carries_on(tmp_path: Pat
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    end = events(tmp_path)[-1]
+    end = Outcome(tmp_path).events[-1]
     assert (end["kind"], end["outcome"]) == ("finish", "failed")
     assert end["text"] == "ZeroDivisionError: integer division or modulo by zero"
     assert loop(text, tmp_path) == list(range(14, 28))

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import wanma
+from support.compare import equal
 from support.faults import InjectedError
 from support.images import Held
 from support.own import Numbers, Plain, seeded
@@ -30,8 +30,7 @@ def test_a_session_that_failed_goes_on_from_memory_bit_for_bit(tmp_path: Path) -
     whole, run = Outcome(tmp_path / "whole"), Outcome(tmp_path / "run")
     assert '"source": "its in-memory checkpoint"' in (tmp_path / "run" / "events.jsonl").read_text()
     assert run.losses == whole.losses
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(tensor, run.tensors()[name]), name
+    equal(whole, run)
     assert after.steps() == {3}
 
 

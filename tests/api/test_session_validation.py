@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,11 @@ def job(**sections: Any) -> dict[str, Any]:
 
 
 def validations(run: Path) -> list[tuple[int, float, int]]:
-    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [(e["step"], e["loss"], e["targets"]) for e in events if e["kind"] == "validation"]
+    return [(event["step"], event["loss"], event["targets"]) for event in Outcome(run).validations]
 
 
 def best_loss(run: Path) -> float:
-    last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    last = Outcome(run).events[-1]
     assert last["kind"] == "finish"
     return float(last["best_loss"])
 

@@ -6,31 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.job.sections.model import ModelSection
+from support.text import text_spec
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.rms_norm import RMSNorm
 from wanma.models.layers.rotary_embedding import apply_rotary_embedding, compute_rotary_frequencies
-from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.model_spec import build_model
 
 SMALL = DecoderConfig(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=96, vocabulary=64)
 
 
 def decoder(**keys: object) -> nn.Module:
-    section = ModelSection(
-        **{
-            "family": "decoder",
-            "layers": 3,
-            "hidden": 32,
-            "heads": 4,
-            "kv_heads": 2,
-            "vocabulary": 64,
-            **keys,
-        }
-    )
-    spec = resolve_model_spec(
-        section, vocabulary_size=None, sequence_length=None, image_shape=None, classes=None
-    )
+    sizes = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocabulary": 64}
+    spec = text_spec({"family": "decoder", **sizes, **keys}, None, None)
     return build_model(spec, seed=1, dtype=torch.float64)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.huggingface import FAMILIES, skip_if_refused, write_config
+from support.text import text_spec
 from support.tiny_config import tiny_config
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.model import ModelSection
@@ -26,9 +27,7 @@ from wanma.models.workload.model_workload import build_section_workload, resolve
 
 def spec(folder: Path, vocabulary: int | None = 257, length: int = 16, **arguments: Any) -> ModelSpec:
     section = ModelSection(huggingface=str(folder), arguments=arguments)
-    return resolve_model_spec(
-        section, vocabulary_size=vocabulary, sequence_length=length, image_shape=None, classes=None
-    )
+    return text_spec(section, vocabulary, length)
 
 
 def adapted(folder: Path, **arguments: Any) -> CausalTransformersModel:

@@ -11,18 +11,16 @@ import torch
 
 from support.architectures import Verdict, mend, tiny_config
 from support.huggingface import skip_if_refused
+from support.text import text_spec
 from wanma.job.errors import JobError
 from wanma.job.sections.model import ModelSection
-from wanma.models.model_spec import resolve_model_spec
 
 
 def refusal(folder: Path, config: dict[str, Any], length: int = 16) -> JobError:
     (folder / "config.json").write_text(json.dumps(config))
     section = ModelSection(huggingface=str(folder))
     with pytest.raises(JobError) as raised:
-        resolve_model_spec(
-            section, vocabulary_size=257, sequence_length=length, image_shape=None, classes=None
-        )
+        text_spec(section, sequence_length=length)
     return raised.value
 
 
@@ -90,9 +88,7 @@ def test_positions_are_counted_from_the_families_own_first_one(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
     section = ModelSection(huggingface=str(tmp_path))
     torch.manual_seed(1)
-    made = resolve_model_spec(
-        section, vocabulary_size=257, sequence_length=16, image_shape=None, classes=None
-    ).build_module()
+    made = text_spec(section).build_module()
     tokens = torch.randint(3, 257, (2, 16))
     with torch.no_grad():
         alone = made(tokens)

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.text import text_spec
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.model import ModelSection
 from wanma.models.layers.lora import apply_lora, is_lora_parameter, merge_lora
-from wanma.models.model_spec import apply_lora_to_spec, build_model, resolve_model_spec, wrap_module
+from wanma.models.model_spec import apply_lora_to_spec, build_model, wrap_module
 from wanma.models.structure.parameter_initialization import draw_initial_shard, draw_initial_value
 
 DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64}
@@ -23,7 +24,7 @@ def section(**keys: Any) -> ModelSection:
 
 
 def build(asked: ModelSection) -> nn.Module:
-    spec = resolve_model_spec(asked, vocabulary_size=None, sequence_length=8, image_shape=None, classes=None)
+    spec = text_spec(asked, None, 8)
     return build_model(spec, seed=1)
 
 

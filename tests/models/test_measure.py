@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from support.flops import attention_on_cpu
 from support.huggingface import write_config
 from support.modules import ImageTransformer, Recommender, Translator
+from support.text import text_spec
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.forecast.operators import Matmul, Operator
@@ -26,7 +27,7 @@ from wanma.models.architectures.decoder import Decoder
 from wanma.models.architectures.image_classifiers import build_image_classifier
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.config.resolution import resolve_vision_config
-from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.model_spec import build_model
 from wanma.models.workload.model_workload import build_section_workload, trace_module_workload
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
@@ -54,9 +55,7 @@ def huggingface() -> Made:
         section = ModelSection(
             huggingface=str(write_config(Path(folder) / "gpt2", "gpt2", resid_pdrop=0.0, embd_pdrop=0.0))
         )
-        spec = resolve_model_spec(
-            section, vocabulary_size=320, sequence_length=32, image_shape=None, classes=None
-        )
+        spec = text_spec(section, 320, 32)
     return build_model(spec, 1), (torch.zeros(2, 32, dtype=torch.int64),)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from support.huggingface import FAMILIES
 from support.own import Tagger
+from support.text import text_spec
 from wanma.job.errors import JobError
-from wanma.job.sections.model import ModelSection
 from wanma.job.sections.train import TrainSection
-from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.model_spec import build_model
 from wanma.models.structure.parameter_roles import find_output_layers, find_parameter_roles
 from wanma.training.optimizer.named_optimizer import parameter_rules
 
@@ -157,9 +157,7 @@ def _transformers(family: str) -> Any:
 def test_of_own_decoders_all_matrices_but_embedding_and_head_are_hidden(
     section: dict[str, Any], tables: set[str]
 ) -> None:
-    spec = resolve_model_spec(
-        ModelSection(**section), vocabulary_size=32, sequence_length=8, image_shape=None, classes=None
-    )
+    spec = text_spec(section, 32, 8)
     model = build_model(spec, 1)
     two_dims: set[str] = {name for name, p in model.named_parameters() if p.ndim == 2}
     assert matrices(model) == two_dims - tables

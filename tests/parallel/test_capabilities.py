@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from support.compare import one_process
+from support.text import DECODER, text_job
 from support.traced import spread_traced
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
@@ -32,12 +33,6 @@ from wanma.torch_internals.versions import installed_torch_version
 
 HERE = Cluster((NodeGroup("here", 8, 16 << 30, ()),))
 IMAGES = ("cifar-convnet", "resnet-18")
-DECODER: dict[str, Any] = {
-    "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4},
-    "data": {"text": [__file__], "sequence_length": 16},
-    "train": {"steps": 2, "global_batch": 4, "learning_rate": 1e-2, "validation_samples": 2},
-    "checkpoint": {"every_steps": 0},
-}
 
 
 def test_the_schedules_are_those_that_the_runtime_has() -> None:
@@ -82,7 +77,7 @@ def _split(model: nn.Module, parallel_spec: Any, axis: str, plan: Plan, parallel
 @pytest.mark.full
 def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path) -> None:
     """Guard a limit of torch: where this fails, `supports_compiled_recompute` can allow it."""
-    job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
+    job = text_job(tmp_path, DECODER, text=__file__, steps=2, global_batch=4, validation_samples=2)
     plan = Plan(tp=2, micro_batch=4, compile=True, recompute="full")
     if supports_compiled_recompute(plan, installed_torch_version()):
         one = one_process(tmp_path / "one", job, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from support.compare import one_process, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_curve, spread_over
 from support.huggingface import FAMILIES, write_config
 from support.ranks import Outcome
+from support.text import text_job
 from wanma.job.plan.plan import Plan
 
 STEPS = 2
@@ -26,40 +28,23 @@ PLANS = {
 
 
 def job(folder: Path, family: str, **arguments: Any) -> dict[str, Any]:
-    return {
-        "model": {"huggingface": str(write_config(folder / "config", family, **arguments))},
-        "data": {
-            "text": [str(Path(json.__file__).parent)],
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-        },
-        "train": {
-            "steps": STEPS,
-            "global_batch": 6,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 3,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    model = {"huggingface": str(write_config(folder / "config", family, **arguments))}
+    train = {**EXACT_TRAIN, "steps": STEPS, "global_batch": 6, "validation_samples": 3}
+    return text_job(folder, model, text=Path(json.__file__).parent, **train)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(the job, its run in one process, the weights before), made once per family."""
-    made: dict[str, tuple[dict[str, Any], Outcome, Outcome]] = {}
 
+    @cache
     def run(family: str) -> tuple[dict[str, Any], Outcome, Outcome]:
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            text = job(folder, family)
-            train = {**text["train"], "learning_rate": 1e-30, "weight_decay": 0.0, "steps": 1}
-            still = {**text, "train": train}
-            one = one_process(folder / "one", text, micro_batch=6)
-            made[family] = text, one, one_process(folder / "initial", still, micro_batch=6)
-        return made[family]
+        folder = tmp_path_factory.mktemp(family)
+        text = job(folder, family)
+        train = {**text["train"], "learning_rate": 1e-30, "weight_decay": 0.0, "steps": 1}
+        still = {**text, "train": train}
+        one = one_process(folder / "one", text, micro_batch=6)
+        return text, one, one_process(folder / "initial", still, micro_batch=6)
 
     return run
 
@@ -67,8 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def follows(one: Outcome, other: Outcome, start: Outcome) -> None:
     """Losses, norms and the change of every parameter agree."""
     assert len(one.losses) == STEPS
-    assert other.losses == pytest.approx(one.losses, rel=1e-10)
-    assert other.norms == pytest.approx(one.norms, rel=1e-10)
+    same_curve(one, other, 1e-10)
     initial, expected, got = start.tensors(), one.tensors(), other.tensors()
     assert got.keys() == expected.keys()
     for name in (n for n in expected if n.startswith("model.")):

@@ -10,27 +10,17 @@ import torch
 
 from support.compare import EXACT_TRAIN, one_process, same_numbers, same_tensors, spread_over
 from support.ranks import Outcome
+from support.recovering import messages
+from support.text import DECODER, text_job, text_spec
 from wanma.job.plan.plan import Plan
 from wanma.models.layers.lora import is_lora_parameter, merge_lora
 
-MODEL = {
-    "family": "decoder",
-    "layers": 4,
-    "hidden": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "dropout": 0.1,
-    "tie_embeddings": True,
-}
+MODEL = {**DECODER, "layers": 4, "kv_heads": 2, "dropout": 0.1, "tie_embeddings": True}
 
 
 def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
-    return {
-        "model": {**MODEL, **model},
-        "data": {"text": [__file__], "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {**EXACT_TRAIN, "global_batch": 6, "validation_samples": 2, **train},
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "global_batch": 6, "validation_samples": 2, **train}
+    return text_job(folder, {**MODEL, **model}, text=__file__, **keys)
 
 
 PLANS = {
@@ -87,15 +77,13 @@ def test_every_plan_follows_one_process(name: str, tmp_path: Path, before: Outco
 
 def test_merged_the_model_begins_where_the_adapted_one_ended(tmp_path: Path, one: Outcome) -> None:
     from wanma.job.sections.model import ModelSection
-    from wanma.models.model_spec import build_model, resolve_model_spec
+    from wanma.models.model_spec import build_model
 
     weights = {n.removeprefix("model."): t for n, t in one.tensors().items() if n.startswith("model.")}
 
     def logits(model: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         section = ModelSection(**{**MODEL, **model})
-        spec = resolve_model_spec(
-            section, vocabulary_size=257, sequence_length=16, image_shape=None, classes=None
-        )
+        spec = text_spec(section)
         module = build_model(spec, 1, torch.float64).eval()
         module.load_state_dict({**tensors, "head.weight": tensors["embedding.weight"]})
         result: torch.Tensor = module(torch.arange(32).reshape(2, 16))
@@ -116,8 +104,7 @@ def test_a_run_with_adapters_is_no_start_for_a_model_without(tmp_path: Path, one
 def test_what_a_smaller_model_has_no_place_for_is_named(tmp_path: Path, before: Outcome) -> None:
     text = from_base(job(tmp_path, {"layers": 3}), before)
     run = one_process(tmp_path / "run", text, 6)
-    said = (run.directory / "events.jsonl").read_text()
-    assert "model.layers.3.attention.key.weight" in said
+    assert "model.layers.3.attention.key.weight" in messages(run)
 
 
 def test_a_run_of_swiglu_is_no_start_for_a_model_with_gelu(tmp_path: Path, before: Outcome) -> None:

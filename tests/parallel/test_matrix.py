@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.compare import same_training
+from support.compare import EXACT_TRAIN, same_curve, same_training
 from support.matrix import (
     DAILY,
     DAILY_FP32,
@@ -34,6 +35,7 @@ from support.matrix import (
     table,
 )
 from support.ranks import Outcome, run_job
+from support.text import text_job
 from wanma.job.plan.plan import Plan
 
 STEPS = 2
@@ -86,16 +88,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
     """Runs in one process and the weights that they start from, made once per model."""
-    made: dict[str, tuple[Outcome, Outcome]] = {}
 
+    @cache
     def run(model: str) -> tuple[Outcome, Outcome]:
-        if model not in made:
-            start = job(model, folder, steps=1, learning_rate=1e-30, weight_decay=0.0)
-            made[model] = (
-                run_job(folder / f"{slug(model)}-start", start, ONE),
-                run_job(folder / f"{slug(model)}-one", job(model, folder), ONE),
-            )
-        return made[model]
+        start = job(model, folder, steps=1, learning_rate=1e-30, weight_decay=0.0)
+        return (
+            run_job(folder / f"{slug(model)}-start", start, ONE),
+            run_job(folder / f"{slug(model)}-one", job(model, folder), ONE),
+        )
 
     return run
 
@@ -103,13 +103,11 @@ def reference(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def reference_in_fp32(folder: Path) -> Any:
     """A run in one process, made once per model."""
-    made: dict[str, Outcome] = {}
 
+    @cache
     def run(model: str) -> Outcome:
-        if model not in made:
-            low = replace(ONE, precision="fp32")
-            made[model] = run_job(folder / f"{slug(model)}-fp32", job(model, folder, precision="fp32"), low)
-        return made[model]
+        low = replace(ONE, precision="fp32")
+        return run_job(folder / f"{slug(model)}-fp32", job(model, folder, precision="fp32"), low)
 
     return run
 
@@ -139,8 +137,7 @@ def test_in_fp32_every_axis_follows_one_process(
     one = reference_in_fp32(case.model)
     other = run_job(tmp_path / "run", job(case.model, folder, precision="fp32"), case.plan)
     assert len(one.losses) == STEPS
-    assert other.losses == pytest.approx(one.losses, rel=1e-5)
-    assert other.norms == pytest.approx(one.norms, rel=1e-5)
+    same_curve(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("which", [FP32, DAILY_FP32], ids=["full", "daily"])
@@ -167,26 +164,9 @@ def job(model: str, folder: Path, **train: Any) -> dict[str, Any]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(HUGGING_FACE[name]))
         section["huggingface"] = str(path)
-    return {
-        "model": section,
-        "data": {
-            "text": [str(_texts(folder))],
-            "sequence_length": LENGTH,
-            "document_masks": True,
-            "cache": str(folder / "cache"),
-        },
-        "train": {
-            "steps": STEPS,
-            "global_batch": GLOBAL_BATCH,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "steps": STEPS, "global_batch": GLOBAL_BATCH, "validation_samples": 5, **train}
+    data = {"document_masks": True}
+    return text_job(folder, section, text=_texts(folder), sequence_length=LENGTH, data=data, **keys)
 
 
 def test_the_documented_table_is_that_of_the_tests() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,19 +10,10 @@ from torch import Tensor, nn
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, seeded
+from support.own_loop import session_job
 from wanma.job.plan.plan import Plan
 
-JOB: dict[str, Any] = {
-    "model": {"factory": "any:thing"},
-    "train": {
-        "steps": 3,
-        "global_batch": 7,
-        "precision": "fp64",
-        "learning_rate": 1e-2,
-        "validation_samples": 2,
-    },
-    "checkpoint": {"every_steps": 0},
-}
+JOB = session_job(model={"factory": "any:thing"}, train={"steps": 3, "validation_samples": 2})
 
 
 class Pictures(nn.Module):

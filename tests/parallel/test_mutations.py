@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from support import mutations as broken
-from support.compare import one_process, same_training, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_training, spread_over
 from support.ranks import Outcome
+from support.text import short_texts, text_job
 from wanma.job.plan.plan import Plan
 
 SAMPLES = 7
@@ -110,32 +111,11 @@ DAILY = {
 
 def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
     """Many short texts: a sequence holds several documents, and not every position has a target."""
-    texts = folder / "texts"
-    texts.mkdir(exist_ok=True)
-    for number in range(120):
-        powers = (str(number**power) for power in range(1, number % 9 + 2))
-        (texts / f"{number:03}.txt").write_text(" ".join(powers))
-    return {
-        "model": model,
-        "data": {
-            "text": [str(texts)],
-            "sequence_length": 16,
-            "document_masks": True,
-            "cache": str(folder / "cache"),
-        },
-        "train": {
-            "steps": 2,
-            "global_batch": SAMPLES,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 1,
-            **train,
-        },
-        # Ranks that compare what they share would notice some mutations first, and save nothing.
-        "checkpoint": {"every_steps": 0, "compare_replicas": False},
-    }
+    keys = {**EXACT_TRAIN, "steps": 2, "global_batch": SAMPLES, "validation_samples": 1, **train}
+    # Ranks that compare what they share would notice some mutations first, and save nothing.
+    saved = {"every_steps": 0, "compare_replicas": False}
+    data = {"document_masks": True}
+    return text_job(folder, model, text=short_texts(folder), data=data, checkpoint=saved, **keys)
 
 
 @pytest.fixture(scope="module")

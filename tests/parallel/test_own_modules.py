@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,11 @@ PLANS = {
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs in one process, made once per model."""
-    made: dict[str, Outcome] = {}
 
+    @cache
     def run(name: str) -> Outcome:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("one")
-            made[name] = one_process(folder / "run", exact_job(folder), 7, objects=objects_of(name))
-        return made[name]
+        folder = tmp_path_factory.mktemp("one")
+        return one_process(folder / "run", exact_job(folder), 7, objects=objects_of(name))
 
     return run
 

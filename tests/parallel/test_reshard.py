@@ -11,6 +11,7 @@ import argparse
 import math
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.compare import same_tensors
+from support.compare import EXACT_TRAIN, same_tensors
 from support.ranks import Outcome, run_job, run_ranks
+from support.text import text_job
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.checkpoint.load.reader import read_training_state
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
@@ -99,13 +101,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Any:
     """Each layout's own run, made once, with checkpoints half way and at the end."""
-    made: dict[tuple[str, str], Outcome] = {}
 
+    @cache
     def run(model: str, layout: str) -> Outcome:
-        if (model, layout) not in made:
-            into = folder / f"{model}-{len(made)}"
-            made[model, layout] = run_job(into, job(folder, model), layouts_of(model)[layout])
-        return made[model, layout]
+        return run_job(folder / f"{model}-{layout}", job(folder, model), layouts_of(model)[layout])
 
     return run
 
@@ -211,22 +210,5 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def job(folder: Path, model: str) -> dict[str, Any]:
-    return {
-        "model": MODELS[model],
-        "data": {
-            "text": [argparse.__file__],
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-        },
-        "train": {
-            "steps": STEPS,
-            "global_batch": 8,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "weight_average": 0.9,
-            "deterministic": True,
-            "validation_samples": 1,
-        },
-        "checkpoint": {"every_steps": HALF},
-    }
+    train = {**EXACT_TRAIN, "steps": STEPS, "global_batch": 8, "weight_average": 0.9, "validation_samples": 1}
+    return text_job(folder, MODELS[model], text=argparse.__file__, checkpoint={"every_steps": HALF}, **train)

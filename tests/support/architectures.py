@@ -30,6 +30,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.ranks import Outcome, run_ranks
+from support.text import text_spec
 from support.tiny_config import LENGTH, tiny_config
 from wanma.api.checkpoints.export import export
 from wanma.job.errors import WanmaError
@@ -39,7 +40,6 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
-from wanma.models.model_spec import resolve_model_spec
 
 KINDS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 STEPS, SAMPLES, RATE, EPSILON = 3, 4, 1e-2, 1e-3
@@ -131,9 +131,7 @@ def mend(config: dict[str, Any], verdict: Verdict) -> tuple[dict[str, Any], int]
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "config.json").write_text(json.dumps(config))
                 section = ModelSection(huggingface=folder)
-                resolve_model_spec(
-                    section, vocabulary_size=257, sequence_length=length, image_shape=None, classes=None
-                )
+                text_spec(section, sequence_length=length)
             return config, length
         except WanmaError as error:
             hint = error.hint or ""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.compare import spread_over
+from support.own_loop import session_job
 from wanma.job.plan.plan import Plan
 
 RATE = 1e-2
@@ -20,22 +21,9 @@ ROWS = 8
 
 def full_batch_job(steps: int, **train: Any) -> dict[str, Any]:
     """`steps` steps of AdamW in fp64, each over all of a dataset of `ROWS` rows."""
-    return {
-        "model": {"factory": "support.own:Plain"},
-        "train": {
-            "precision": "fp64",
-            "steps": steps,
-            "global_batch": ROWS,
-            "learning_rate": RATE,
-            "schedule": "constant",
-            "gradient_clip": 0.0,
-            "weight_decay": 0.1,
-            "validation_samples": 2,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-        "observe": {"console": "quiet"},
-    }
+    keys = {"steps": steps, "global_batch": ROWS, "learning_rate": RATE, "schedule": "constant"}
+    keys |= {"gradient_clip": 0.0, "weight_decay": 0.1, "validation_samples": 2, **train}
+    return session_job(train=keys)
 
 
 def trained(folder: Path, job: dict[str, Any], plan: Plan, model: nn.Module, data: Any) -> dict[str, Tensor]:

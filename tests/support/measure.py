@@ -23,9 +23,8 @@ def measure_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> dict
     storage counts once.
     """
     from wanma.collectives.shared_memory.backend import allocated_bytes
-    from wanma.data.opening import open_dataset
     from wanma.data.step_loader import StepLoader
-    from wanma.models.model_spec import apply_freezing_to_spec, resolve_model_spec
+    from wanma.models.model_spec import apply_freezing_to_spec
     from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
     from wanma.training.loss.loss_functions import cross_entropy_loss
@@ -39,14 +38,7 @@ def measure_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> dict
         peaks[kind] = max(peaks.get(kind, 0), count)
 
     with open_mesh(worker, plan, 60, parsed.parallel.collectives) as grid:
-        data = open_dataset(parsed.data, parsed.train)
-        spec = resolve_model_spec(
-            parsed.model,
-            vocabulary_size=data.vocabulary_size,
-            sequence_length=parsed.data.sequence_length,
-            image_shape=data.image_shape,
-            classes=data.classes,
-        )
+        data, spec = _open(parsed)
         parallel = parallelize(apply_freezing_to_spec(spec, parsed.train.parameter_groups), plan, grid, 1)
         parallel.initialize_parameters()
         module = parallel.module
@@ -108,21 +100,13 @@ def measure_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> dict
 
 def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps of the first micro-batch of a job on one process, its loss included."""
-    from wanma.data.opening import open_dataset
-    from wanma.models.model_spec import build_model, resolve_model_spec
+    from wanma.models.model_spec import build_model
     from wanma.parallel.memory.recompute import apply_recompute
     from wanma.parallel.precision.autocast import PRECISION_DTYPES
     from wanma.training.loss.loss_functions import cross_entropy_loss
 
     parsed = Job.model_validate(job)
-    data = open_dataset(parsed.data, parsed.train)
-    spec = resolve_model_spec(
-        parsed.model,
-        vocabulary_size=data.vocabulary_size,
-        sequence_length=parsed.data.sequence_length,
-        image_shape=data.image_shape,
-        classes=data.classes,
-    )
+    data, spec = _open(parsed)
     model = build_model(spec, 1, PRECISION_DTYPES[plan.precision])
     assert spec.parallel_spec is not None
     assert spec.parallel_spec.blocks is not None
@@ -136,8 +120,7 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
 
 def kept_by_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps on this rank of the first micro-batch, its loss included."""
-    from wanma.data.opening import open_dataset
-    from wanma.models.model_spec import apply_freezing_to_spec, resolve_model_spec
+    from wanma.models.model_spec import apply_freezing_to_spec
     from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
     from wanma.training.loss.loss_functions import cross_entropy_loss
@@ -145,14 +128,7 @@ def kept_by_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> int:
 
     parsed = Job.model_validate(job)
     with open_mesh(worker, plan, 60) as grid:
-        data = open_dataset(parsed.data, parsed.train)
-        spec = resolve_model_spec(
-            parsed.model,
-            vocabulary_size=data.vocabulary_size,
-            sequence_length=parsed.data.sequence_length,
-            image_shape=data.image_shape,
-            classes=data.classes,
-        )
+        data, spec = _open(parsed)
         parallel = parallelize(apply_freezing_to_spec(spec, parsed.train.parameter_groups), plan, grid, 1)
         parallel.initialize_parameters()
         run = ForwardBackward(parallel, parsed, plan, grid, cross_entropy_loss)
@@ -164,6 +140,20 @@ def kept_by_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> int:
             losses.append(run.losses(batch))
 
         return held_after(forward)
+
+
+def _open(job: Job) -> tuple[Any, Any]:
+    """The job's dataset, and the spec of its model for these data."""
+    from wanma.data.opening import open_dataset
+    from wanma.models.model_spec import resolve_model_spec
+
+    data = open_dataset(job.data, job.train)
+    sizes = {
+        "vocabulary_size": data.vocabulary_size,
+        "image_shape": data.image_shape,
+        "classes": data.classes,
+    }
+    return data, resolve_model_spec(job.model, sequence_length=job.data.sequence_length, **sizes)
 
 
 def held_after(run: Callable[[], Any]) -> int:

@@ -64,6 +64,22 @@ class Outcome:
     def norms(self) -> list[float]:
         return [step["grad_norm"] for step in self.steps]
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def messages(self) -> list[str]:
+        return [event["text"] for event in self.events if event["kind"] == "message"]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == "validation"]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [event["loss"] for event in self.validations]
+
     def tensors(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Full tensors of the checkpoint of `step`, by default the newest."""
         from wanma.checkpoint.load.reader import load_full_tensors

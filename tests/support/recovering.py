@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from support.images import Held, workers
 from support.ranks import Outcome, run_job
+from support.text import DECODER, text_job
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Restart
 
@@ -18,25 +18,11 @@ RESTART = Restart("rank 0 failed", 0.0, 3, 1)
 
 
 def job(folder: Path, snapshots: Any = 1, every_steps: int = 0, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-        "data": {
-            "text": [str(Path(__file__).parents[1] / "training")],
-            "sequence_length": 32,
-            "cache": str(folder / "cache"),
-        },
-        "train": {
-            "steps": 6,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "validation_samples": 4,
-            "weight_average": 0.5,
-            "schedule": "constant",
-            **train,
-        },
-        "checkpoint": {"every_steps": every_steps, "in_memory_every_steps": snapshots},
-    }
+    saved = {"every_steps": every_steps, "in_memory_every_steps": snapshots}
+    keys = {"steps": 6, "global_batch": 6, "deterministic": True, "schedule": "constant"}
+    keys |= {"validation_samples": 4, "weight_average": 0.5, **train}
+    text, model = Path(__file__).parents[1] / "training", {**DECODER, "dropout": 0.1}
+    return text_job(folder, model, text=text, sequence_length=32, checkpoint=saved, **keys)
 
 
 def fail(folder: Path, text: dict[str, Any], plan: Plan, held: Held, patch: str) -> None:
@@ -70,10 +56,3 @@ def cut_back(outcome: Outcome, step: int, directory: Path) -> Path:
 
 def messages(outcome: Outcome) -> str:
     return (outcome.directory / "events.jsonl").read_text()
-
-
-def equal(one: Outcome, other: Outcome) -> None:
-    expected, got = one.tensors(), other.tensors()
-    assert expected.keys() == got.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, got[name]), name

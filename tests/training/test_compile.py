@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.compare import one_process, spread_over
+from support.text import DECODER, text_job
 from support.traced import spread_traced
 from wanma.job.plan.plan import Plan
 
@@ -17,12 +18,11 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
 
-DECODER: dict[str, Any] = {
-    "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-    "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32},
-    "train": {"steps": 4, "global_batch": 4, "learning_rate": 1e-2, "validation_samples": 2},
-    "checkpoint": {"every_steps": 0},
-}
+
+def job(folder: Path, dropout: float = 0.1) -> dict[str, Any]:
+    train = {"steps": 4, "global_batch": 4, "validation_samples": 2}
+    model, text = {**DECODER, "dropout": dropout}, Path(__file__).parent
+    return text_job(folder, model, text=text, sequence_length=32, **train)
 
 
 PLANS = {
@@ -43,9 +43,9 @@ PLANS = {
 @pytest.mark.parametrize("name", ["2 ranks ZeRO 3", "2 ranks ZeRO 3, recomputing"])
 @pytest.mark.daily("2 ranks ZeRO 3")
 def test_compiled_blocks_follow_the_same_curve(name: str, tmp_path: Path) -> None:
-    job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
-    one = one_process(tmp_path / "one", job, 4)
-    other = spread_over(tmp_path / "run", job, PLANS[name], seconds=280)
+    text = job(tmp_path)
+    one = one_process(tmp_path / "one", text, 4)
+    other = spread_over(tmp_path / "run", text, PLANS[name], seconds=280)
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     assert other.norms == pytest.approx(one.norms, rel=1e-4)
 
@@ -61,10 +61,9 @@ def test_compiled_blocks_follow_the_same_curve(name: str, tmp_path: Path) -> Non
 )
 @pytest.mark.full
 def test_traced_blocks_follow_the_same_curve(name: str, dropout: float, tmp_path: Path) -> None:
-    model = {**DECODER["model"], "dropout": dropout}
-    job = {**DECODER, "model": model, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
-    one = one_process(tmp_path / "one", job, 4)
-    other = spread_traced(tmp_path / "run", job, PLANS[name])
+    text = job(tmp_path, dropout)
+    one = one_process(tmp_path / "one", text, 4)
+    other = spread_traced(tmp_path / "run", text, PLANS[name])
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     assert other.norms == pytest.approx(one.norms, rel=1e-4)
 
@@ -76,17 +75,14 @@ def test_traced_blocks_follow_the_same_curve(name: str, dropout: float, tmp_path
     ids=["1 rank", "2 ranks ZeRO 3"],
 )
 def test_a_model_without_blocks_is_compiled_whole(plan: Plan, tmp_path: Path) -> None:
-    def job(factory: str) -> dict[str, Any]:
-        return {
-            **DECODER,
-            "model": {"factory": f"support.own:{factory}"},
-            "data": {"factory": "support.own:Numbers"},
-        }
+    def own(factory: str) -> dict[str, Any]:
+        model, data = {"factory": f"support.own:{factory}"}, {"factory": "support.own:Numbers"}
+        return {**job(tmp_path), "model": model, "data": data}
 
     compiled = replace(plan, compile=True)
-    one = spread_over(tmp_path / "one", job("Plain"), plan)
-    other = spread_traced(tmp_path / "run", job("Plain"), compiled)
+    one = spread_over(tmp_path / "one", own("Plain"), plan)
+    other = spread_traced(tmp_path / "run", own("Plain"), compiled)
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     # This one computes something else where it is compiled.
-    told = spread_traced(tmp_path / "told", job("TellsCompiled"), compiled)
+    told = spread_traced(tmp_path / "told", own("TellsCompiled"), compiled)
     assert told.losses[0] != pytest.approx(one.losses[0], rel=1e-2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.compare import same_bits, spread_over
-from support.text import REAL_TEXT
+from support.text import DECODER, text_job
 from wanma.job.plan.plan import Plan
 
 
@@ -23,10 +23,6 @@ from wanma.job.plan.plan import Plan
 )
 @pytest.mark.daily("2 ranks (dp_shard 2), parameters sharded, fp32, cpu")
 def test_two_runs_are_bitwise_equal(plan: Plan, tmp_path: Path) -> None:
-    job = {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-        "data": {"text": [REAL_TEXT], "sequence_length": 32, "cache": str(tmp_path)},
-        "train": {"steps": 4, "global_batch": 6, "learning_rate": 1e-2, "deterministic": True},
-        "checkpoint": {"every_steps": 0},
-    }
+    train = {"steps": 4, "global_batch": 6, "deterministic": True}
+    job = text_job(tmp_path, {**DECODER, "dropout": 0.1}, sequence_length=32, **train)
     same_bits(*(spread_over(tmp_path / name, job, plan) for name in ("first", "second")))

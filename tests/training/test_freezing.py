@@ -15,10 +15,10 @@ import wanma
 from support.compare import full_tensor
 from support.full_batch import ROWS, adamw, full_batch_job, largest_error, plain_loop, trained
 from support.own import Numbers, seeded
+from support.own_loop import started_by_launch
 from support.ranks import run_job, run_ranks
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.run.worker import WorkerContext
 
 STEPS = 5
 DATA = Numbers(size=ROWS)
@@ -95,9 +95,7 @@ def by_hand(model: Any, step: int) -> None:
 
 def loop(worker: WorkerContext, job: dict[str, Any], folder: Path, before_batch: bool) -> dict[str, Any]:
     """`by_hand` in a loop of one's own: before a step's forward, or after the step before."""
-    RunDirectory(folder).create()
-    current_worker_context.set(replace(worker, run_directory=folder))
-    with wanma.session(job, run_directory=None) as session:
+    with started_by_launch(worker, folder), wanma.session(job, run_directory=None) as session:
         model = session.prepare(seeded(Body))
         for step, batch in enumerate(session.batches((DATA, DATA))):
             if before_batch:

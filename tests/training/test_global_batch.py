@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +15,22 @@ import wanma
 from support.compare import same_numbers
 from support.contrastive import Deep, Pairs, Standardised, Towers, WithPairs, contrastive, plain_contrastive
 from support.own import seeded
+from support.own_loop import session_job, started_by_launch
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.run.worker import WorkerContext
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 
 
 def job(global_batch: int = 7, **parallel: Any) -> dict[str, Any]:
-    return {
-        "model": {"factory": "support.contrastive:Towers"},
-        "data": {"validation_fraction": 0.4},
-        "train": {
-            "precision": "fp64",
-            "steps": 3,
-            "global_batch": global_batch,
-            "learning_rate": 1e-2,
-            "validation_samples": 17,
-            "validate_every_steps": 2,
-        },
-        "parallel": parallel,
-        "checkpoint": {"every_steps": 0},
-        "observe": {"console": "quiet"},
-    }
+    train = {"steps": 3, "global_batch": global_batch, "validation_samples": 17, "validate_every_steps": 2}
+    model, data = {"factory": "support.contrastive:Towers"}, {"validation_fraction": 0.4}
+    return session_job(model=model, data=data, train=train, parallel=parallel)
 
 
 def train(folder: Path, text: dict[str, Any], plan: Plan, loss: Any, model: nn.Module) -> Outcome:
     return run_job(folder, text, plan, objects={"model": model, "data": Pairs(), "loss": loss})
-
-
-def validations(run: Outcome) -> list[float]:
-    events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [event["loss"] for event in events if event["kind"] == "validation"]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +59,8 @@ def test_a_contrastive_loss_gives_the_numbers_of_a_plain_loop(
         seeded(Towers),
     )
     same_numbers(plain, shared, 1e-10)
-    assert len(validations(shared)) == 2
-    assert validations(shared) == pytest.approx(validations(plain), rel=1e-10)
+    assert len(shared.validation_losses) == 2
+    assert shared.validation_losses == pytest.approx(plain.validation_losses, rel=1e-10)
 
 
 def test_ranks_without_samples_take_part_and_count_nothing(tmp_path: Path) -> None:
@@ -118,9 +99,7 @@ def test_micro_batches_that_come_one_after_the_other_are_refused_with_a_way_out(
 
 
 def in_a_session(worker: WorkerContext, text: dict[str, Any], folder: Path) -> list[float]:
-    RunDirectory(folder).create()
-    current_worker_context.set(replace(worker, run_directory=folder))
-    with wanma.session(text) as session:
+    with started_by_launch(worker, folder), wanma.session(text) as session:
         model = session.prepare(seeded(Towers))
 
         def losses(batch: wanma.Batch) -> Tensor:
@@ -136,13 +115,11 @@ def in_a_session(worker: WorkerContext, text: dict[str, Any], folder: Path) -> l
 def test_a_session_gathers_the_global_batch_too(plain: Outcome, tmp_path: Path) -> None:
     run_ranks(in_a_session, 2, (job(dp_shard=2), tmp_path / "run"))
     same_numbers(plain, Outcome(tmp_path / "run"), 1e-10)
-    assert validations(Outcome(tmp_path / "run")) == pytest.approx(validations(plain), rel=1e-10)
+    assert Outcome(tmp_path / "run").validation_losses == pytest.approx(plain.validation_losses, rel=1e-10)
 
 
 def with_pairs(worker: WorkerContext, text: dict[str, Any], folder: Path) -> None:
-    RunDirectory(folder).create()
-    current_worker_context.set(replace(worker, run_directory=folder))
-    with wanma.session(text) as session:
+    with started_by_launch(worker, folder), wanma.session(text) as session:
         model = session.prepare(seeded(WithPairs))
         for batch in session.batches(Pairs()):
             session.step(contrastive(model(*batch.inputs)[0], batch.targets))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.own import Noisy, Numbers, Plain, Scaled, seeded
-from support.ranks import run_here
+from support.ranks import Outcome, run_here
 from wanma.data.datasets.fingerprint import dataset_fingerprint
 from wanma.data.sampling.order import SampleOrder, Shuffle
 from wanma.job.errors import WanmaError
@@ -333,7 +332,9 @@ def test_a_run_goes_on_with_another_end_and_validation_and_says_what_its_schedul
     shutil.copytree(once(), directory)
     job = {**JOB, "train": {**JOB["train"], "steps": 4, "validate_every_steps": 1}}
     assert len(run_here(directory, job, Plan(micro_batch=8), objects()).losses) == 4
-    (note,) = [event for event in events(directory) if "train.steps was 2, and is 4" in event.get("text", "")]
+    (note,) = [
+        event for event in Outcome(directory).events if "train.steps was 2, and is 4" in event.get("text", "")
+    ]
     assert note["level"] == "warning"
 
 
@@ -353,13 +354,11 @@ def test_a_run_with_steps_left_goes_on_with_another_schedule_but_not_another_opt
         run(4, schedule="constant", learning_rate=0.5)
     changed = run(4, "changed", schedule="constant", learning_rate=0.5)
     assert changed.steps[-1]["learning_rate"] == 0.5
-    assert any("train.learning_rate was 0.001" in event.get("text", "") for event in events(directory))
+    assert any(
+        "train.learning_rate was 0.001" in event.get("text", "") for event in Outcome(directory).events
+    )
     with pytest.raises(WanmaError, match=r"train\.learning_rate was 0\.5, and is 0\.001"):
         run(5, schedule="constant")  # the change is recorded
-
-
-def events(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
 def test_the_users_optimizer_and_schedule_are_part_of_a_run(tmp_path: Path) -> None:
@@ -426,7 +425,9 @@ def test_settings_that_change_no_shape_are_another_model(
     assert "checkpoint.resume = 'changed'" in str(refused.value)
     assert "checkpoint.start_from" in str(refused.value)
     run("other", 1, changed, start_from=str(tmp_path / "run" / "checkpoints" / "step-00000001"))
-    warned = [event["text"] for event in events(tmp_path / "other") if event.get("level") == "warning"]
+    warned = [
+        event["text"] for event in Outcome(tmp_path / "other").events if event.get("level") == "warning"
+    ]
     assert any(f"model.{named} was" in text for text in warned)
     run("run", 2, changed, resume="changed")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.compare import EXACT_TRAIN, same_curve
 from support.ranks import Outcome, run_job
-from support.text import REAL_TEXT
+from support.text import DECODER, text_job
 from wanma.job.plan.plan import Plan
 
 STEPS = 5
@@ -16,21 +18,8 @@ STEPS = 5
 
 def job(precision: str, folder: Path, **train: Any) -> dict[str, Any]:
     """A small decoder on real text; 7 samples per step, which no world divides."""
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
-        "data": {"text": [REAL_TEXT], "sequence_length": 32, "cache": str(folder / "cache")},
-        "train": {
-            "steps": STEPS,
-            "global_batch": 7,
-            "precision": precision,
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "steps": STEPS, "global_batch": 7, "precision": precision, "validation_samples": 5}
+    return text_job(folder, {**DECODER, "kv_heads": 2}, sequence_length=32, **{**keys, **train})
 
 
 PLANS = {
@@ -71,17 +60,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def plan_for(plan: Plan, precision: str) -> Plan:
-    from dataclasses import replace
-
-    return replace(plan, precision=precision)
-
-
 def compare(one: Outcome, other: Outcome, curve: float, weights: float, start: Outcome) -> None:
     """Losses, norms and the change of every parameter tensor agree within the tolerances."""
     assert len(one.losses) == STEPS
-    assert other.losses == pytest.approx(one.losses, rel=curve)
-    assert other.norms == pytest.approx(one.norms, rel=curve)
+    same_curve(one, other, curve)
     initial, expected, got = start.tensors(), one.tensors(), other.tensors()
     for name in (n for n in expected if n.startswith("model.")):
         change = (expected[name] - initial[name]).norm()
@@ -108,7 +90,7 @@ def initial_weights(reference: Any, folder: Path, precision: str) -> Any:
 def test_every_plan_follows_one_process_in_fp64(name: str, tmp_path: Path, reference: Any) -> None:
     text = job("fp64", tmp_path)
     one = reference("fp64", text, Plan(micro_batch=7, precision="fp64"))
-    other = run_job(tmp_path / "run", text, plan_for(PLANS[name], "fp64"))
+    other = run_job(tmp_path / "run", text, replace(PLANS[name], precision="fp64"))
     compare(one, other, curve=1e-10, weights=1e-9, start=initial_weights(reference, tmp_path, "fp64"))
 
 

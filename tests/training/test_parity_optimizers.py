@@ -12,27 +12,16 @@ import torch
 from support.compare import one_process, same_numbers, same_tensors, spread_over
 from support.own import Tagger, seeded
 from support.ranks import Outcome
-from support.text import REAL_TEXT
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
 
 STEPS = 4
 
 
 def job(folder: Path, model: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, **(model or {})},
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            "precision": "fp64",
-            "steps": STEPS,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "validation_samples": 3,
-            "deterministic": True,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {"precision": "fp64", "steps": STEPS, "global_batch": 6, "deterministic": True}
+    keys |= {"validation_samples": 3, **train}
+    return text_job(folder, {**SMALL_DECODER, **(model or {})}, **keys)
 
 
 ZERO_3 = Plan(dp_shard=2, shard="parameters", micro_batch=2)

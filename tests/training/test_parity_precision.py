@@ -9,7 +9,7 @@ runs of the same job whose micro-batches are of 8, 4, 2 and 1 samples: the same 
 
 from __future__ import annotations
 
-import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from support.compare import one_process, same_bits, spread_over
 from support.ranks import Outcome
+from support.text import DECODER, text_job
 from wanma.checkpoint.load.reader import read_training_state
 from wanma.job.plan.plan import Plan
 
@@ -36,20 +37,9 @@ PLANS = {
 
 
 def job(precision: str, folder: Path, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
-        "data": {"text": [str(corpus(folder))], "sequence_length": 32, "cache": str(folder / "cache")},
-        "train": {
-            "steps": STEPS,
-            "global_batch": 8,
-            "precision": precision,
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "validation_samples": 4,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {"steps": STEPS, "global_batch": 8, "precision": precision, "deterministic": True}
+    keys |= {"validation_samples": 4, **train}
+    return text_job(folder, {**DECODER, "kv_heads": 2}, text=corpus(folder), sequence_length=32, **keys)
 
 
 def corpus(folder: Path) -> Path:
@@ -65,18 +55,16 @@ def corpus(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Per precision: the reference run in one process, and its spread (of losses, of norms)."""
-    made: dict[str, tuple[Outcome, float, float]] = {}
 
+    @cache
     def run(precision: str) -> tuple[Outcome, float, float]:
-        if precision not in made:
-            folder = tmp_path_factory.mktemp(precision)
-            runs = [one_process(folder / str(rows), job(precision, folder), rows) for rows in ORDERS]
-            made[precision] = (
-                runs[0],
-                max(max(step) - min(step) for step in zip(*(run.losses for run in runs), strict=True)),
-                max(max(step) - min(step) for step in zip(*(run.norms for run in runs), strict=True)),
-            )
-        return made[precision]
+        folder = tmp_path_factory.mktemp(precision)
+        runs = [one_process(folder / str(rows), job(precision, folder), rows) for rows in ORDERS]
+        return (
+            runs[0],
+            max(max(step) - min(step) for step in zip(*(run.losses for run in runs), strict=True)),
+            max(max(step) - min(step) for step in zip(*(run.norms for run in runs), strict=True)),
+        )
 
     return run
 
@@ -186,6 +174,4 @@ def test_a_gradient_that_no_scale_makes_finite_stops_the_run(tmp_path: Path) -> 
 
 def skipped_scales(run: Outcome) -> list[float]:
     """The scale after each step that was not applied."""
-    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    texts = [event["text"] for event in events if event["kind"] == "message" and "skipped" in event["text"]]
-    return [float(text.rpartition("loss scale now ")[2]) for text in texts]
+    return [float(text.rpartition("loss scale now ")[2]) for text in run.messages if "skipped" in text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,13 @@ import pytest
 
 from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
 from support.ranks import Outcome
-from support.text import REAL_TEXT
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
 
 BATCH = 8
-DENSE = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.1}
+DENSE = {**SMALL_DECODER, "dropout": 0.1}
 EXPERTS = {
-    "family": "decoder",
-    "layers": 2,
-    "hidden": 16,
-    "heads": 2,
+    **SMALL_DECODER,
     "feed_forward": 32,
     "experts": 4,
     "experts_per_token": 2,
@@ -34,30 +32,18 @@ TWO_STAGES = {"virtual_stages": 2}
 
 
 def job(model: dict[str, Any], folder: Path, **train: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            **EXACT_TRAIN,
-            "global_batch": BATCH,
-            "validate_every_steps": 2,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "global_batch": BATCH, "validate_every_steps": 2, "validation_samples": 5}
+    return text_job(folder, model, **{**keys, **train})
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs in one process, made once per model."""
-    made: dict[str, Outcome] = {}
 
+    @cache
     def run(model: str) -> Outcome:
-        if model not in made:
-            folder = tmp_path_factory.mktemp("one")
-            made[model] = one_process(folder, job(MODELS[model], folder), BATCH)
-        return made[model]
+        folder = tmp_path_factory.mktemp("one")
+        return one_process(folder, job(MODELS[model], folder), BATCH)
 
     return run
 

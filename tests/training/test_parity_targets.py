@@ -11,47 +11,27 @@ import torch.nn.functional as F
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
+from support.own_loop import session_job
 from support.ranks import run_job
 from support.recovering import messages
+from support.text import SMALL_DECODER, short_texts, text_job
 from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
 
 STEPS = 4
 
 
-def text_job(folder: Path, **train: Any) -> dict[str, Any]:
+def documents_job(folder: Path, **train: Any) -> dict[str, Any]:
     """Documents of a few bytes, several in each sequence, each of which sees only itself."""
-    (folder / "corpus").mkdir()
-    for number in range(120):
-        content = " ".join(str(number * step) for step in range(1, 2 + number % 5))
-        (folder / "corpus" / f"{number}.txt").write_text(content)
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2},
-        "data": {
-            "text": [str(folder / "corpus")],
-            "sequence_length": 24,
-            "document_masks": True,
-            "cache": str(folder / "cache"),
-        },
-        "train": {"precision": "fp64", "steps": STEPS, "validation_samples": 3, **train},
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {"precision": "fp64", "steps": STEPS, "validation_samples": 3, **train}
+    data = {"document_masks": True}
+    return text_job(folder, SMALL_DECODER, text=short_texts(folder), sequence_length=24, data=data, **keys)
 
 
 def labels_job(**train: Any) -> dict[str, Any]:
     """Sequences of which some have no target at all."""
-    return {
-        "model": {"factory": "support.own:Tagger"},
-        "data": {"factory": "support.own:PartlyLabelled"},
-        "train": {
-            "precision": "fp64",
-            "steps": STEPS,
-            "learning_rate": 1e-2,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    model, data = {"factory": "support.own:Tagger"}, {"factory": "support.own:PartlyLabelled"}
+    return session_job(model=model, data=data, train={"steps": STEPS, "validation_samples": 5, **train})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +46,7 @@ def labels_job(**train: Any) -> dict[str, Any]:
 )
 @pytest.mark.daily("2 ranks (dp_replicate 2), fp32, cpu", "2 ranks (tp 2), fp32, cpu")
 def test_document_masks_give_the_numbers_of_one_process(plan: Plan, tmp_path: Path) -> None:
-    job = text_job(tmp_path, global_batch=5)
+    job = documents_job(tmp_path, global_batch=5)
     one = one_process(tmp_path / "one", job, 5)
     same_numbers(one, spread_over(tmp_path / "run", job, plan))
 

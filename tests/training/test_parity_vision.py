@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Noisy, Normalized, Numbers, Poisoned, Tagger, save_images, seeded
+from support.own_loop import session_job
 from support.ranks import Outcome
-from support.text import REAL_TEXT
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
 
 STEPS = 3
@@ -38,25 +38,9 @@ def vision_job(folder: Path, model: dict[str, Any], size: int, **train: Any) -> 
 
 def numbers_job(**train: Any) -> dict[str, Any]:
     """For modules of one's own, given as objects."""
-    return {
-        "model": {"factory": "support.own:Plain", "batch_norm_group": GROUP},
-        "data": {"factory": "support.own:Numbers"},
-        "train": {
-            "precision": "fp64",
-            "steps": STEPS,
-            "global_batch": 8,
-            "learning_rate": 1e-2,
-            "validation_samples": 4,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
-
-
-def validation(run: Outcome) -> dict[str, Any]:
-    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = [event for event in events if event["kind"] == "validation"][-1]
-    return found
+    model = {"factory": "support.own:Plain", "batch_norm_group": GROUP}
+    train = {"steps": STEPS, "global_batch": 8, **train}
+    return session_job(model=model, data={"factory": "support.own:Numbers"}, train=train)
 
 
 VISION_PLANS = [
@@ -85,8 +69,8 @@ def test_the_convolutional_network_gives_the_numbers_of_one_process(
     job, one = convolutional
     other = spread_over(tmp_path / "run", job, plan)
     same_numbers(one, other)
-    assert validation(other)["accuracy"] == validation(one)["accuracy"]
-    assert validation(other)["loss"] == pytest.approx(validation(one)["loss"], rel=1e-10)
+    assert other.validations[-1]["accuracy"] == one.validations[-1]["accuracy"]
+    assert other.validation_losses[-1] == pytest.approx(one.validation_losses[-1], rel=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +94,7 @@ def test_resnet_and_its_running_statistics_are_those_of_one_process(
     assert len(running) == 2 * 20
     assert not torch.equal(tensors["model.bn1.running_mean"], torch.zeros(64))
     assert tensors["model.bn1.num_batches_tracked"] == 2
-    assert validation(other)["loss"] == pytest.approx(validation(one)["loss"], rel=1e-9)
+    assert other.validation_losses[-1] == pytest.approx(one.validation_losses[-1], rel=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -208,16 +192,12 @@ def test_dropout_of_ones_own_module_drops_the_same_everywhere(
 )
 @pytest.mark.daily("2 ranks (tp 2), fp32, cpu", "2 ranks (pp 2), fp32, cpu")
 def test_dropout_of_a_decoder_drops_the_same_when_it_is_split(plan: Plan, tmp_path: Path) -> None:
-    job = {
-        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.2},
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(tmp_path)},
-        "train": {"precision": "fp64", "steps": STEPS, "global_batch": 6, "validation_samples": 3},
-        "checkpoint": {"every_steps": 0},
-    }
+    train = {"precision": "fp64", "steps": STEPS, "global_batch": 6, "validation_samples": 3}
+    job = text_job(tmp_path, {**SMALL_DECODER, "dropout": 0.2}, **train)
     one = one_process(tmp_path / "one", job, 6)
     other = spread_over(tmp_path / "run", job, plan)
     same_numbers(one, other)
-    assert validation(other)["loss"] == pytest.approx(validation(one)["loss"], rel=1e-10)
+    assert other.validation_losses[-1] == pytest.approx(one.validation_losses[-1], rel=1e-10)
 
 
 def test_a_module_that_draws_by_itself_draws_the_same_everywhere(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from support.compare import equal
 from support.images import Held
 from support.ranks import Outcome, run_job
+from support.recovering import messages
+from support.text import DECODER, text_job
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Restart
 
@@ -19,18 +21,10 @@ RESTART = Restart("node 1 (host) was lost", 0.0, 3, 1)
 
 
 def job(folder: Path, partner: Any = "auto", snapshots: Any = 1, every_steps: int = 0) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
-        "train": {
-            "steps": 6,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "schedule": "constant",
-        },
-        "checkpoint": {"every_steps": every_steps, "in_memory_every_steps": snapshots, "partner": partner},
-    }
+    saved = {"every_steps": every_steps, "in_memory_every_steps": snapshots, "partner": partner}
+    train = {"steps": 6, "global_batch": 6, "deterministic": True, "schedule": "constant"}
+    text, model = Path(__file__).parent, {**DECODER, "dropout": 0.1}
+    return text_job(folder, model, text=text, sequence_length=32, checkpoint=saved, **train)
 
 
 class Nodes:
@@ -80,10 +74,6 @@ def fail(folder: Path, text: dict[str, Any], patch: str) -> Nodes:
     return nodes
 
 
-def told(outcome: Outcome) -> str:
-    return (outcome.directory / "events.jsonl").read_text()
-
-
 def test_a_lost_node_goes_on_from_its_partner_s_copy_as_if_nothing_had_happened(
     whole: Outcome, tmp_path: Path
 ) -> None:
@@ -93,11 +83,9 @@ def test_a_lost_node_goes_on_from_its_partner_s_copy_as_if_nothing_had_happened(
     after = Nodes()
     workers = after.workers(before.without_node_1(), step)
     run = run_job(tmp_path / "run", job(tmp_path), PLAN, workers=workers)
-    assert f'"source": "partner", "step": {step},' in told(run)
+    assert f'"source": "partner", "step": {step},' in messages(run)
     assert run.losses == whole.losses
-    expected, got = whole.tensors(), run.tensors()
-    assert expected.keys() == got.keys()
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    equal(whole, run)
 
 
 def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(whole: Outcome, tmp_path: Path) -> None:
@@ -107,8 +95,8 @@ def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(whole: Outco
     after = Nodes()
     workers = after.workers({0: {0: before.own.images(0).own_paths}, 1: {}}, step)
     run = run_job(tmp_path / "run", text, PLAN, workers=workers)
-    assert f"step {step}, rank 1, is missing on node 1" in told(run)
-    assert '"source": "checkpoint", "step": 2,' in told(run)
+    assert f"step {step}, rank 1, is missing on node 1" in messages(run)
+    assert '"source": "checkpoint", "step": 2,' in messages(run)
     assert run.losses == whole.losses
 
 
@@ -130,7 +118,7 @@ def test_an_exchange_that_breaks_off_ends_the_copies_and_not_the_run(tmp_path: P
     nodes = Nodes()
     broken = "support.faults:rank_1_breaks_off_the_exchange"
     run = run_job(tmp_path, job(tmp_path), PLAN, patch=broken, workers=nodes.workers())
-    assert "checkpoints are disabled: injected" in told(run)
+    assert "checkpoints are disabled: injected" in messages(run)
     assert run.steps[-1]["step"] == 6
     assert nodes.own.steps() == {4, 5}, "this node's go on"
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import wanma
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, Plain, seeded
-from support.own_loop import session_job
+from support.own_loop import session_job, started_by_launch
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
@@ -249,15 +249,8 @@ def test_a_forward_and_a_loss_that_draw_follow_one_process(plan: Plan, tmp_path:
 
 def drawing_loop(worker: Any, run_directory: Path) -> None:
     """A loop of one's own that draws beside the model: before the forward, and in the losses."""
-    from dataclasses import replace
-
-    from wanma.job.run.run_directory import RunDirectory
-    from wanma.job.run.worker import current_worker_context
-
-    RunDirectory(run_directory).create()
-    current_worker_context.set(replace(worker, run_directory=run_directory))
     split = {"micro_batch": 4 if worker.world_size == 1 else 2, "dp_replicate": worker.world_size}
-    with wanma.session({**job(), "parallel": split}) as session:
+    with started_by_launch(worker, run_directory), wanma.session({**job(), "parallel": split}) as session:
         model = session.prepare(seeded(Plain))
         for batch in session.batches(Numbers()):
             (x,) = batch.inputs

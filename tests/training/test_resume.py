@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.compare import equal, same_curve
 from support.own import Numbers
 from support.ranks import Outcome, run_here, run_job
 from support.recovering import cut_back
@@ -34,13 +35,6 @@ class Noisy(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs + torch.randn_like(inputs) if self.training else inputs)
-
-
-def equal(one: Outcome, other: Outcome) -> None:
-    expected, got = one.tensors(), other.tensors()
-    assert expected.keys() == got.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, got[name]), name
 
 
 @pytest.mark.parametrize(
@@ -104,8 +98,7 @@ def test_carrying_on_with_another_plan_follows_the_same_curve(
     first, second = replace(first, precision="fp64"), replace(second, precision="fp64")
     run_job(tmp_path / "parts", exact_job(tmp_path, 2), first)
     parts = run_job(tmp_path / "parts", exact_job(tmp_path, 4), second)
-    assert parts.losses == pytest.approx(exact.losses, rel=1e-10)
-    assert parts.norms == pytest.approx(exact.norms, rel=1e-10)
+    same_curve(exact, parts, 1e-10)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])

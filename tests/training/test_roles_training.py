@@ -14,7 +14,7 @@ from support.compare import one_process, same_numbers, spread_over
 from support.full_batch import RATE, ROWS, adamw, full_batch_job, largest_error, plain_loop, trained
 from support.huggingface import FAMILIES, write_config
 from support.own import Numbers, PartlyLabelled, seeded
-from support.text import REAL_TEXT
+from support.text import text_job
 from wanma.job.plan.plan import Plan
 
 LAYOUTS = {
@@ -79,20 +79,9 @@ def test_muon_updates_the_blocks_of_a_transformers_model_alone(
 @pytest.mark.parametrize("plan", [Plan(pp=2, micro_batch=2), Plan(tp=2, micro_batch=2)], ids=str)
 @pytest.mark.daily("2 ranks (tp 2), fp32, cpu")
 def test_muon_decides_alike_where_the_model_is_split(plan: Plan, tmp_path: Path) -> None:
-    job = {
-        "model": {"huggingface": str(write_config(tmp_path / "llama", "llama"))},
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(tmp_path / "cache")},
-        "train": {
-            "precision": "fp64",
-            "optimizer": "muon",
-            "steps": 2,
-            "global_batch": 4,
-            "learning_rate": RATE,
-            "validation_samples": 2,
-            "deterministic": True,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    model = {"huggingface": str(write_config(tmp_path / "llama", "llama"))}
+    train = {"precision": "fp64", "optimizer": "muon", "steps": 2, "global_batch": 4, "deterministic": True}
+    job = text_job(tmp_path, model, learning_rate=RATE, validation_samples=2, **train)
     one = one_process(tmp_path / "one", job, 4)
     same_numbers(one, spread_over(tmp_path / "split", job, plan), 1e-9)
     state = {name for name in one.tensors() if name.endswith("momentum_buffer")}

@@ -9,7 +9,7 @@ import pytest
 
 from support.delays import SECONDS
 from support.ranks import run_job
-from support.text import REAL_TEXT
+from support.text import text_job
 from wanma.bench.programs.job_program import step_records
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -25,12 +25,8 @@ def parts_of_run(
     folder: Path, plan: Plan, patch: str | None, model: dict[str, object] = DECODER, batch: int = 8
 ) -> list[dict[str, float]]:
     """Parts of each step after the warm-up, but for the last, which validates and saves."""
-    job = {
-        "model": model,
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache"), "prefetch": 1},
-        "train": {"steps": STEPS, "global_batch": batch, "learning_rate": 1e-2, "validation_samples": 2},
-        "checkpoint": {"every_steps": 0},
-    }
+    train = {"steps": STEPS, "global_batch": batch, "validation_samples": 2}
+    job = text_job(folder, model, data={"prefetch": 1}, **train)
     run_job(folder / "run", job, plan, patch=None if patch is None else f"support.delays:{patch}")
     steps = step_records(read_report(RunDirectory(folder / "run")))[WARM_UP:-1]
     parts = [step_parts(step.seconds, step.phases) for step in steps]

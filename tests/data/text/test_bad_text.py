@@ -166,8 +166,6 @@ def test_rows_that_were_left_out_are_in_the_records_of_the_run(corpus: Path, tmp
         "train": {"steps": 1, "global_batch": 1},
     }
     outcome = run_here(tmp_path / "run", job, Plan(micro_batch=1))
-    events = map(json.loads, (outcome.directory / "events.jsonl").read_text().splitlines())
-    texts = [event["text"] for event in events if event["kind"] == "message"]
-    (text,) = (one for one in texts if "bad rows" in one)
+    (text,) = (one for one in outcome.messages if "bad rows" in one)
     assert f"{len(EXPECTED)} bad rows or files" in text
     assert "a.jsonl: row 1: it has no field 'text'" in text

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from support.text import text_spec
 from wanma.job.errors import JobError
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.recommender import InteractionSizes
@@ -196,10 +197,4 @@ def test_an_id_outside_a_table_is_named_with_value_size_and_row() -> None:
 @pytest.mark.parametrize("keys", [{"kind": "dlrm"}, {"recommender": {"embedding": 4}}])
 def test_other_models_refuse_the_keys_of_recommenders(keys: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="recommender"):
-        resolve_model_spec(
-            ModelSection(preset="gpt-1m", **keys),
-            vocabulary_size=300,
-            sequence_length=8,
-            image_shape=None,
-            classes=None,
-        )
+        text_spec(ModelSection(preset="gpt-1m", **keys), 300, 8)

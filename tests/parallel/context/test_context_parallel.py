@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from support.compare import one_process, same_numbers, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
+from support.own_loop import session_job
 from support.ranks import Outcome
+from support.text import DECODER, SMALL_DECODER, short_texts, text_job
 from support.traced import spread_traced
 from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
@@ -20,33 +21,9 @@ from wanma.job.plan.plan import Plan
 
 def job(folder: Path, *, data: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     """A small decoder on many short texts; 5 samples per step, which no world divides."""
-    texts = folder / "texts"
-    texts.mkdir()
-    for number in range(120):
-        # 4 to 50 bytes: a sequence of 32 holds several documents, or a part of one.
-        (texts / f"{number:03}.txt").write_text(
-            " ".join(str(number**power) for power in range(1, number % 9 + 2))
-        )
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, **model},
-        "data": {
-            "text": [str(texts)],
-            "sequence_length": 32,
-            "cache": str(folder / "cache"),
-            **(data or {}),
-        },
-        "train": {
-            "steps": 3,
-            "global_batch": 5,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 3,
-            "validate_every_steps": 2,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    train = {**EXACT_TRAIN, "global_batch": 5, "validation_samples": 3, "validate_every_steps": 2}
+    model = {**DECODER, "kv_heads": 2, **model}
+    return text_job(folder, model, text=short_texts(folder), sequence_length=32, data=data, **train)
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -86,13 +63,11 @@ PLANS: list[tuple[str, Plan]] = [
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs in one process, made once per job."""
-    made: dict[str, Outcome] = {}
 
+    @cache
     def run(name: str) -> Outcome:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("one")
-            made[name] = one_process(folder / "run", job(folder, **JOBS[name]), 5)
-        return made[name]
+        folder = tmp_path_factory.mktemp("one")
+        return one_process(folder / "run", job(folder, **JOBS[name]), 5)
 
     return run
 
@@ -109,7 +84,8 @@ def test_ranks_that_share_sequences_follow_one_process(
 ) -> None:
     other = spread_over(tmp_path / "run", job(tmp_path, **JOBS[name]), plan)
     same_numbers(reference(name), other)
-    assert validation(other) == pytest.approx(validation(reference(name)), rel=1e-10)
+    assert len(other.validation_losses) == 2
+    assert other.validation_losses == pytest.approx(reference(name).validation_losses, rel=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
@@ -130,18 +106,9 @@ def test_a_dataset_without_sequences_is_refused(tmp_path: Path) -> None:
 
 
 def own_data(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "vocabulary": 16},
-        "data": {"factory": "support.own:PartlyLabelled", "arguments": arguments},
-        "train": {
-            "steps": 3,
-            "global_batch": 5,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "validation_samples": 5,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    data = {"factory": "support.own:PartlyLabelled", "arguments": arguments}
+    train = {"steps": 3, "global_batch": 5, "validation_samples": 5}
+    return session_job(model={**SMALL_DECODER, "vocabulary": 16}, data=data, train=train)
 
 
 def squared_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -198,10 +165,3 @@ def test_a_model_without_declared_attention_is_refused(tmp_path: Path) -> None:
     text["model"] = {"factory": "support.own:Tagger"}
     with pytest.raises(AssertionError, match=r"cp: support.own:Tagger has no"):
         spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
-
-
-def validation(outcome: Outcome) -> list[float]:
-    lines = (outcome.directory / "events.jsonl").read_text().splitlines()
-    losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"]
-    assert len(losses) == 2
-    return losses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from support import late
 from support.compare import same_bits
 from support.ranks import Outcome, run_job, run_ranks
 from support.shared import shared_world
+from support.text import DECODER, text_job
 from wanma.collectives.shared_memory.backend import allocated_bytes
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
@@ -32,7 +32,7 @@ from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
 from wanma.torch_internals.versions import SHARDED_INTEGER_PARAMETERS, installed_torch_version
 
-MODEL = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "tie_embeddings": True}
+MODEL = {**DECODER, "tie_embeddings": True}
 UNEVEN = {**MODEL, "feed_forward": 51}
 """Rows that two ranks cannot share alike."""
 
@@ -40,26 +40,11 @@ UNEVEN = {**MODEL, "feed_forward": 51}
 def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
     text = folder / "text.txt"
     text.write_text("".join(f"{number} horses and {number * number} hooves. " for number in range(2000)))
-    return {
-        "model": model,
-        "data": {
-            "text": [str(text)],
-            "sequence_length": 32,
-            "validation_fraction": 0.2,
-            "cache": str(folder / "cache"),
-        },
-        "train": {
-            "steps": 4,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "validate_every_steps": 2,
-            "validation_samples": 8,
-            "weight_average": 0.5,
-            **train,
-        },
-        "parallel": {"collectives": "shared_memory"},
-        "checkpoint": {"in_memory_every_steps": "off"},
-    }
+    keys = {"steps": 4, "global_batch": 6, "validate_every_steps": 2, "validation_samples": 8}
+    keys |= {"weight_average": 0.5, **train}
+    data, saved = {"validation_fraction": 0.2}, {"in_memory_every_steps": "off"}
+    made = text_job(folder, model, text=text, sequence_length=32, data=data, checkpoint=saved, **keys)
+    return {**made, "parallel": {"collectives": "shared_memory"}}
 
 
 @pytest.mark.parametrize("model", [MODEL, UNEVEN], ids=["even", "uneven"])
@@ -88,14 +73,7 @@ def test_all_numbers_are_those_of_gathered_weights(
     gathered = run_job(tmp_path / "gathered", text, plan, patch="support.late:nothing_is_common")
     common = run_job(tmp_path / "common", text, plan)
     same_bits(gathered, common)
-    assert validations(gathered) == validations(common)
-
-
-def validations(run: Outcome) -> list[float]:
-    lines = (run.directory / "events.jsonl").read_text().splitlines()
-    found = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"]
-    assert found
-    return found
+    assert gathered.validation_losses == common.validation_losses != []
 
 
 PLAN = Plan(dp_shard=2, shard="parameters", micro_batch=3)
@@ -109,7 +87,7 @@ def test_whoever_is_late_is_waited_for(when: Any, precision: Any, tmp_path: Path
     in_time = run_job(tmp_path / "in-time", text, plan)
     waited = run_job(tmp_path / "waited", text, plan, patch=f"support.late:{when.__name__}")
     same_bits(in_time, waited)
-    assert validations(in_time) == validations(waited)
+    assert in_time.validation_losses == waited.validation_losses
 
 
 def test_an_update_that_nobody_waits_for_changes_the_numbers(tmp_path: Path) -> None:
@@ -126,7 +104,7 @@ def differs(in_time: Outcome, text: dict[str, Any], folder: Path) -> bool:
         alone = run_job(folder, text, PLAN, patch="support.late:with_its_update_and_nobody_waits")
     except AssertionError as error:
         return "nan" in str(error)
-    return (alone.losses, validations(alone)) != (in_time.losses, validations(in_time))
+    return (alone.losses, alone.validation_losses) != (in_time.losses, in_time.validation_losses)
 
 
 class Own(nn.Module):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.compare import same_bits
+from support.compare import equal, same_bits
 from support.ranks import run_here, run_job
 from wanma.checkpoint.format.tensor_blocks import iterate_blocks
 from wanma.checkpoint.save import file_buffer
@@ -265,8 +265,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert list((folder / "scratch").iterdir()) == []  # the kernel has freed the rows
     again = run_here(folder, text, plan)
     assert again.losses[-4:] == one.losses[-4:]
-    for name, tensor in one.tensors().items():
-        assert torch.equal(again.tensors()[name], tensor), name
+    equal(one, again)
 
 
 def test_a_full_disk_is_one_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from support.compare import EXACT_TRAIN, one_process, same_tensors, spread_over
 from support.ranks import Outcome
+from support.text import text_job, text_spec
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.model import ModelSection
-from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.model_spec import build_model
 
 SAMPLES = 6
 BIAS = {
@@ -49,16 +49,8 @@ MODELS |= {"deep bias": {**BIAS, "layers": 4}, "deep loss": {**LOSS, "layers": 4
 
 
 def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "data": {
-            "text": [str(folder / "text.py")],
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-        },
-        "train": {**EXACT_TRAIN, "global_batch": SAMPLES, "validation_samples": 3, **train},
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "global_batch": SAMPLES, "validation_samples": 3, **train}
+    return text_job(folder, model, text=folder / "text.py", **keys)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +77,7 @@ def same_run(one: Outcome, other: Outcome, text: dict[str, Any]) -> None:
         assert [s[key] for s in other.steps] == pytest.approx([s[key] for s in one.steps], rel=1e-10), key
     expected, got = one.tensors(), other.tensors()
     same_tensors(expected, got, 1e-10)
-    spec = resolve_model_spec(
-        ModelSection.model_validate(text["model"]),
-        vocabulary_size=257,
-        sequence_length=16,
-        image_shape=None,
-        classes=None,
-    )
+    spec = text_spec(text["model"])
     start = build_model(spec, 1, torch.float64)
     for name, initial in start.named_parameters():
         change = (expected[f"model.{name}"] - initial).norm()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.compare import same_bits
+from support.compare import same_bits, same_curve
 from support.ranks import Outcome, run_job
-from support.text import REAL_TEXT
+from support.text import text_job
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.parallel import AllReduceAlgorithm
@@ -31,34 +32,20 @@ LAYOUTS = {
 
 
 def job(folder: Path, name: str = "", **parallel: Any) -> dict[str, Any]:
-    return {
-        "model": EXPERTS if "experts" in name else DECODER,
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            "steps": 2,
-            "global_batch": 12,
-            "learning_rate": 1e-2,
-            "validation_samples": 2,
-            "precision": "fp64",
-        },
-        "checkpoint": {"every_steps": 0},
-        "parallel": parallel,
-    }
+    train = {"steps": 2, "global_batch": 12, "validation_samples": 2, "precision": "fp64"}
+    return {**text_job(folder, EXPERTS if "experts" in name else DECODER, **train), "parallel": parallel}
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs in one process, made once per model."""
-    made: dict[str, Outcome] = {}
 
-    def run(name: str) -> Outcome:
-        kind = "experts" if "experts" in name else "plain"
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[kind] = run_job(folder / "run", job(folder, name), Plan(micro_batch=12, precision="fp64"))
-        return made[kind]
+    @cache
+    def run(kind: str) -> Outcome:
+        folder = tmp_path_factory.mktemp(kind)
+        return run_job(folder / "run", job(folder, kind), Plan(micro_batch=12, precision="fp64"))
 
-    return run
+    return lambda name: run("experts" if "experts" in name else "plain")
 
 
 @pytest.mark.parametrize("algorithm", MESSAGES)
@@ -82,8 +69,7 @@ def test_every_layout_follows_one_process_and_repeats_bit_for_bit(
     given = job(tmp_path, name, collectives="gloo" if algorithm == "ring" else "auto")
     found = run_job(tmp_path / "run", given, plan)
     one = one_process(name)
-    assert found.losses == pytest.approx(one.losses, rel=1e-10)
-    assert found.norms == pytest.approx(one.norms, rel=1e-10)
+    same_curve(one, found, 1e-10)
     # Whenever its sums begin: the schedule alone orders what is added.
     same_bits(found, run_job(tmp_path / "again", given, replace(plan, overlap=False)))
 
@@ -95,8 +81,7 @@ def test_nodes_with_unequal_numbers_of_ranks_sum_by_nodes(tmp_path: Path, one_pr
     workers = {rank: {"local_world_sizes": (2, 1)} for rank in range(3)}
     found = run_job(tmp_path / "run", job(tmp_path), plan, workers=workers)
     one = one_process("")
-    assert found.losses == pytest.approx(one.losses, rel=1e-10)
-    assert found.norms == pytest.approx(one.norms, rel=1e-10)
+    same_curve(one, found, 1e-10)
 
 
 def test_replicas_of_a_site_sum_by_the_plans_algorithm_too(tmp_path: Path) -> None:
@@ -108,5 +93,4 @@ def test_replicas_of_a_site_sum_by_the_plans_algorithm_too(tmp_path: Path) -> No
     )
     own = run_job(tmp_path / "own", job(tmp_path), plan)
     ring = run_job(tmp_path / "ring", job(tmp_path), replace(plan, all_reduce="ring"))
-    assert ring.losses == pytest.approx(own.losses, rel=1e-12)
-    assert ring.norms == pytest.approx(own.norms, rel=1e-12)
+    same_curve(own, ring, 1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 import wanma
 from support.compare import full_tensor, spread_over
 from support.own import Numbers, Plain, seeded
-from support.own_loop import per_sample, session_job
+from support.own_loop import per_sample, session_job, started_by_launch
 from support.ranks import run_ranks
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.run.worker import WorkerContext
 from wanma.models.user_modules.parameter_hooks import collect_hooks, register_hooks
 
 RATE = 0.1
@@ -54,10 +52,8 @@ def job(**parallel: Any) -> dict[str, Any]:
 
 def weights(worker: WorkerContext, text: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """Gradients of a run, and the inputs and targets of each of this rank's micro-batches."""
-    RunDirectory(folder).create()
-    current_worker_context.set(replace(worker, run_directory=folder))
     seen = []
-    with wanma.session(text) as session:
+    with started_by_launch(worker, folder), wanma.session(text) as session:
         model = session.prepare(seeded(Hooked))
         hook_more(model)
         for batch in session.batches(Numbers()):
@@ -125,9 +121,7 @@ def steps_itself(parameter: Tensor) -> None:
 
 
 def stepping(worker: WorkerContext, folder: Path) -> str:
-    RunDirectory(folder).create()
-    current_worker_context.set(replace(worker, run_directory=folder))
-    with wanma.session(job()) as session:
+    with started_by_launch(worker, folder), wanma.session(job()) as session:
         model = session.prepare(seeded(Plain))
         model.get_parameter("last.weight").register_post_accumulate_grad_hook(steps_itself)
         try:

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from support.compare import same_bits
+from support.compare import same_bits, same_curve
 from support.ranks import run_job, run_ranks
-from support.text import REAL_TEXT
+from support.text import text_job, text_spec
 from support.traced import trace_only
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.job.sections.model import ModelSection
-from wanma.models.model_spec import ModelSpec, resolve_model_spec, wrap_module
+from wanma.models.model_spec import ModelSpec, wrap_module
 from wanma.parallel.gradients.gradient_reducer import GradientReducer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
@@ -138,12 +137,7 @@ def test_a_gradient_that_a_backward_makes_twice_is_whole_and_is_summed_at_the_en
 
 
 def test_a_run_with_overlap_and_one_without_end_in_the_same_bits(tmp_path: Path) -> None:
-    job = {
-        "model": {**DECODER, "dropout": 0.1},
-        "data": {"text": [REAL_TEXT], "sequence_length": LENGTH, "cache": str(tmp_path / "cache")},
-        "train": {"steps": 3, "global_batch": 8, "learning_rate": 1e-2, "validation_samples": 2},
-        "checkpoint": {"every_steps": 0},
-    }
+    job = text_job(tmp_path, {**DECODER, "dropout": 0.1}, steps=3, global_batch=8, validation_samples=2)
     plan = Plan(dp_replicate=3, micro_batch=1, bucket_bytes=1 << 12)
     overlapped = run_job(tmp_path / "overlapped", job, plan)
     after = run_job(tmp_path / "after", job, replace(plan, overlap=False))
@@ -158,12 +152,7 @@ def test_a_run_with_overlap_and_one_without_end_in_the_same_bits(tmp_path: Path)
 
 
 def test_zero_3_gathers_ahead_of_use_without_a_bit_of_difference(tmp_path: Path) -> None:
-    job = {
-        "model": DECODER,
-        "data": {"text": [REAL_TEXT], "sequence_length": LENGTH, "cache": str(tmp_path / "cache")},
-        "train": {"steps": 3, "global_batch": 4, "learning_rate": 1e-2, "validation_samples": 2},
-        "checkpoint": {"every_steps": 0},
-    }
+    job = text_job(tmp_path, DECODER, steps=3, global_batch=4, validation_samples=2)
     plan = Plan(dp_shard=2, shard="parameters", micro_batch=1)
     same_bits(
         run_job(tmp_path / "ahead", job, plan),
@@ -176,12 +165,7 @@ def test_zero_3_gathers_ahead_of_use_without_a_bit_of_difference(tmp_path: Path)
 def test_pipelines_sum_after_their_last_backward_and_tell_what_they_wait_for(
     pipeline: Any, tmp_path: Path
 ) -> None:
-    job = {
-        "model": {**DECODER, "layers": 4},
-        "data": {"text": [REAL_TEXT], "sequence_length": LENGTH, "cache": str(tmp_path / "cache")},
-        "train": {"steps": 2, "global_batch": 8, "learning_rate": 1e-2, "validation_samples": 2},
-        "checkpoint": {"every_steps": 0},
-    }
+    job = text_job(tmp_path, {**DECODER, "layers": 4}, steps=2, global_batch=8, validation_samples=2)
     virtual = 1 if pipeline == "1f1b" else 2
     cuts = (2,) if virtual == 1 else (1, 2, 3)
     plan = Plan(
@@ -196,24 +180,12 @@ def test_pipelines_sum_after_their_last_backward_and_tell_what_they_wait_for(
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (4,)], ids=str)
 @pytest.mark.daily("(3, 1)")
 def test_sums_by_nodes_are_those_of_all_ranks(counts: tuple[int, ...], tmp_path: Path) -> None:
-    job = {
-        "model": DECODER,
-        "data": {"text": [REAL_TEXT], "sequence_length": LENGTH, "cache": str(tmp_path / "cache")},
-        "train": {
-            "steps": 2,
-            "global_batch": 8,
-            "learning_rate": 1e-2,
-            "validation_samples": 2,
-            "precision": "fp64",
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    job = text_job(tmp_path, DECODER, steps=2, global_batch=8, validation_samples=2, precision="fp64")
     plan = Plan(dp_replicate=4, micro_batch=1, precision="fp64", bucket_bytes=1 << 12)
     nodes = {rank: {"local_world_sizes": counts} for rank in range(4)}
     plain = run_job(tmp_path / "plain", job, plan)
     by_nodes = run_job(tmp_path / "by-nodes", job, replace(plan, all_reduce="hierarchical"), workers=nodes)
-    assert by_nodes.losses == pytest.approx(plain.losses, rel=1e-12)
-    assert by_nodes.norms == pytest.approx(plain.norms, rel=1e-12)
+    same_curve(plain, by_nodes, 1e-12)
     # In the order of the nodes, whenever they are begun: bit for bit.
     after = run_job(
         tmp_path / "after", job, replace(plan, all_reduce="hierarchical", overlap=False), workers=nodes
@@ -271,13 +243,7 @@ def step_gradients(
 
 def spec_of(model: str) -> ModelSpec:
     more = {"plain": {"dropout": 0.1}, "tied": {"tie_embeddings": True}, "experts": EXPERTS}[model]
-    return resolve_model_spec(
-        ModelSection.model_validate({**DECODER, **more}),
-        vocabulary_size=VOCABULARY,
-        sequence_length=LENGTH,
-        image_shape=None,
-        classes=None,
-    )
+    return text_spec({**DECODER, **more}, VOCABULARY, LENGTH)
 
 
 def batch_of(tokens: Tensor) -> Batch:

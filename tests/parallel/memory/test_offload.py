@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from support.compare import one_process, same_bits, spread_over
 from support.measure import held_after
 from support.ranks import Outcome, run_job
+from support.text import DECODER, text_job
 from support.traced import spread_traced
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
@@ -28,26 +29,11 @@ from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.optimizer.named_optimizer import NamedOptimizer, ParameterRule
 from wanma.training.optimizer.optimizer_state_offload import OptimizerStateOffload
 
-DECODER: dict[str, Any] = {
-    "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
-    "data": {"text": [__file__], "sequence_length": 32},
-    "train": {
-        "steps": 4,
-        "global_batch": 6,
-        "learning_rate": 1e-2,
-        "deterministic": True,
-        "validation_samples": 2,
-    },
-    "checkpoint": {"every_steps": 2},
-}
-
 
 def job(folder: Path, **train: Any) -> dict[str, Any]:
-    return {
-        **DECODER,
-        "data": {**DECODER["data"], "cache": str(folder / "cache")},
-        "train": {**DECODER["train"], **train},
-    }
+    model = {**DECODER, "layers": 4, "kv_heads": 2, "dropout": 0.1}
+    keys = {"steps": 4, "global_batch": 6, "deterministic": True, "validation_samples": 2, **train}
+    return text_job(folder, model, text=__file__, sequence_length=32, checkpoint={"every_steps": 2}, **keys)
 
 
 DISK: dict[str, Any] = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from support.compare import one_process, same_bits, same_numbers, spread_over
 from support.measure import held_after, size, storage
+from support.text import DECODER, text_job
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
@@ -21,20 +22,6 @@ from wanma.models.keyed_random.dropout import bind_samples
 from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.parallel.memory.recompute import apply_recompute
 from wanma.parallel.memory.recomputed_attributes import RecomputedAttributeCheck
-
-DECODER: dict[str, Any] = {
-    "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
-    "data": {"text": [__file__], "sequence_length": 16},
-    "train": {
-        "steps": 3,
-        "global_batch": 6,
-        "precision": "fp64",
-        "learning_rate": 1e-2,
-        "deterministic": True,
-        "validation_samples": 2,
-    },
-    "checkpoint": {"every_steps": 0},
-}
 
 
 def build(plan: Plan) -> Decoder:
@@ -117,8 +104,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return one_process(folder, job(folder), 6)
 
 
-def job(folder: Path) -> dict[str, Any]:
-    return {**DECODER, "data": {**DECODER["data"], "cache": str(folder / "cache")}}
+def job(folder: Path, precision: str = "fp64") -> dict[str, Any]:
+    model = {**DECODER, "layers": 4, "kv_heads": 2, "dropout": 0.1}
+    train = {"steps": 3, "global_batch": 6, "deterministic": True, "validation_samples": 2}
+    return text_job(folder, model, text=__file__, precision=precision, **train)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -129,8 +118,7 @@ def test_every_plan_follows_one_process(name: str, tmp_path: Path, one: Any) -> 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_low_precision_repeats_the_same_bits(mode: Recompute, tmp_path: Path) -> None:
-    text = job(tmp_path)
-    text["train"] = {**text["train"], "precision": "bf16"}
+    text = job(tmp_path, "bf16")
     same_bits(
         one_process(tmp_path / "plain", text, 3),
         spread_over(tmp_path / "again", text, Plan(micro_batch=3, recompute=mode)),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, Plain, seeded
+from support.own_loop import session_job
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.parallel.parameters.forward_changes import ForwardChangeCheck, checksum
@@ -87,20 +88,13 @@ class Renormed(nn.Module):
 
 
 def job(folder: Path, collectives: str = "auto") -> dict[str, Any]:
-    return {
-        "model": {"factory": "any:thing"},
-        "data": {"cache": str(folder / "cache")},
-        "train": {
-            "steps": 3,
-            "global_batch": 8,
-            "precision": "fp64",
-            "learning_rate": 1e-1,
-            "gradient_clip": 0.0,
-            "validation_samples": 2,
-        },
-        "parallel": {"collectives": collectives},
-        "checkpoint": {"every_steps": 0},
-    }
+    train = {"steps": 3, "global_batch": 8, "learning_rate": 1e-1, "gradient_clip": 0.0}
+    return session_job(
+        model={"factory": "any:thing"},
+        data={"cache": str(folder / "cache")},
+        train={**train, "validation_samples": 2},
+        parallel={"collectives": collectives},
+    )
 
 
 REPLICAS = Plan(dp_replicate=2, micro_batch=4)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.huggingface import write_config
 from support.ranks import Outcome, run_here, run_job
+from support.text import DECODER, text_job
 from wanma.api.checkpoints.export import export
 from wanma.job.errors import WanmaError
 from wanma.job.file.serialization import job_to_toml
@@ -24,10 +25,7 @@ from wanma.models.layers.lora import is_lora_parameter, merge_lora
 
 BEFORE = "support.frozen:keep_in_fp32"
 MODEL = {
-    "family": "decoder",
-    "layers": 2,
-    "hidden": 32,
-    "heads": 4,
+    **DECODER,
     "dropout": 0.1,
     "tie_embeddings": True,
     "lora_rank": 3,
@@ -36,22 +34,10 @@ MODEL = {
 
 
 def job(folder: Path, *, steps: int = 2, collectives: str = "auto", **model: Any) -> dict[str, Any]:
-    return {
-        "model": {**MODEL, **model},
-        "data": {"text": [__file__], "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            "steps": steps,
-            "global_batch": 4,
-            "precision": "bf16",
-            "learning_rate": 1e-2,
-            "schedule": "constant",
-            "deterministic": True,
-            "validation_samples": 2,
-            "weight_average": 0.5,
-        },
-        "checkpoint": {"every_steps": 2},
-        "parallel": {"collectives": collectives},
-    }
+    train = {"steps": steps, "global_batch": 4, "precision": "bf16", "schedule": "constant"}
+    train |= {"deterministic": True, "validation_samples": 2, "weight_average": 0.5}
+    made = text_job(folder, {**MODEL, **model}, text=__file__, checkpoint={"every_steps": 2}, **train)
+    return {**made, "parallel": {"collectives": collectives}}
 
 
 def same_but_rounded(before: Outcome, after: Outcome) -> None:

@@ -10,28 +10,18 @@ import pytest
 
 from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
 from support.ranks import Outcome
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
 
-TEXT = [str(Path(json.__file__).parent)]
-"""Some files that nobody changes while tests run."""
 TWO = {"virtual_stages": 2}
 
 
 def job(folder: Path, model: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     """A small decoder on real text; 7 samples per step, so that some micro-batches are padded."""
-    dimensions = {"family": "decoder", "layers": 4, "hidden": 16, "heads": 2, "kv_heads": 1}
-    return {
-        "model": {**dimensions, **(model or {})},
-        "data": {"text": TEXT, "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            **EXACT_TRAIN,
-            "global_batch": 7,
-            "validate_every_steps": 2,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "global_batch": 7, "validate_every_steps": 2, "validation_samples": 5, **train}
+    model = {**SMALL_DECODER, "layers": 4, "kv_heads": 1, **(model or {})}
+    # Files that nobody changes while tests run.
+    return text_job(folder, model, text=Path(json.__file__).parent, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +35,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name]
 
     return run
-
-
-def validation_losses(outcome: Outcome) -> list[float]:
-    lines = (outcome.directory / "events.jsonl").read_text().splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"]
 
 
 PLANS = {
@@ -86,7 +71,7 @@ def test_every_schedule_follows_one_process(name: str, tmp_path: Path, reference
     one = reference("plain", text)
     other = spread_over(tmp_path / "run", text, PLANS[name])
     same_numbers(one, other)
-    assert validation_losses(other) == pytest.approx(validation_losses(one), rel=1e-10)
+    assert other.validation_losses == pytest.approx(one.validation_losses, rel=1e-10)
 
 
 TOGETHER = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from support.compare import one_process, same_numbers, spread_over
+from support.own_loop import session_job
 from support.ranks import run_ranks
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
@@ -144,17 +145,9 @@ def user_model() -> nn.Sequential:
 
 APART = Plan(pp=2, schedule="zbv", virtual_stages=2, micro_batch=2)
 """Under it the gradients of inputs and of weights are computed apart."""
-JOB: dict[str, Any] = {
-    "model": {"factory": "unused:unused"},
-    "train": {
-        "steps": 3,
-        "global_batch": 7,
-        "precision": "fp64",
-        "deterministic": True,
-        "validation_samples": 5,
-    },
-    "checkpoint": {"every_steps": 0},
-}
+JOB = session_job(
+    model={"factory": "unused:unused"}, train={"steps": 3, "deterministic": True, "validation_samples": 5}
+)
 
 
 def skip_if_refused() -> None:

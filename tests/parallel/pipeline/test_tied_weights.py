@@ -9,36 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from support.compare import one_process, same_numbers, same_tensors, spread_over
+from support.compare import EXACT_TRAIN, one_process, same_numbers, same_tensors, spread_over
 from support.ranks import Outcome
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
-
-TEXT = [str(Path(json.__file__).parent)]
 
 
 def job(folder: Path, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {
-            "family": "decoder",
-            "layers": 4,
-            "hidden": 16,
-            "heads": 2,
-            "kv_heads": 2,
-            "tie_embeddings": True,
-        },
-        "data": {"text": TEXT, "sequence_length": 16, "cache": str(folder / "cache")},
-        "train": {
-            "steps": 4,
-            "global_batch": 7,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "gradient_clip": 0.5,
-            "deterministic": True,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 2},
-    }
+    model = {**SMALL_DECODER, "layers": 4, "kv_heads": 2, "tie_embeddings": True}
+    keys = {**EXACT_TRAIN, "steps": 4, "global_batch": 7, "validation_samples": 5, **train}
+    return text_job(folder, model, text=Path(json.__file__).parent, checkpoint={"every_steps": 2}, **keys)
 
 
 @pytest.fixture(scope="module")

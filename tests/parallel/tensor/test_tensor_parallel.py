@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.compare import EXACT_TRAIN, one_process, same_numbers, spread_over
 from support.ranks import Outcome, run_ranks
-from support.text import REAL_TEXT
+from support.text import text_job, text_spec
 from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.model import ModelSection
-from wanma.models.model_spec import resolve_model_spec
 from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
@@ -49,17 +48,8 @@ QWEN_3 = {**QWEN_2_5, "preset": "qwen-3-8b", "hidden": 32}  # norms of single he
 
 
 def job(folder: Path, model: dict[str, Any], data: dict[str, Any], **train: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "data": {
-            "text": [REAL_TEXT],
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-            **data,
-        },
-        "train": {**EXACT_TRAIN, "global_batch": 5, "validation_samples": 3, **train},
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {**EXACT_TRAIN, "global_batch": 5, "validation_samples": 3, **train}
+    return text_job(folder, model, data=data, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +242,7 @@ class Once:
 def train_once(worker: WorkerContext, plan: Plan) -> Once:
     """Twice, for the modes that watch see each other."""
     section = ModelSection.model_validate({**DECODER, "vocabulary": VOCABULARY})
-    spec = resolve_model_spec(
-        section, vocabulary_size=None, sequence_length=LENGTH, image_shape=None, classes=None
-    )
+    spec = text_spec(section, None, LENGTH)
     with open_mesh(worker, plan, 60, "gloo") as grid:  # torch tells its collectives
         parallel = parallelize(spec, plan, grid, 1)
         parallel.initialize_parameters()

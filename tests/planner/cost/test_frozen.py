@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from support.text import text_spec
 from wanma.hardware.catalogue.lookup import require_device_kind
 from wanma.hardware.cluster_file.node_builder import build_node_group
 from wanma.job.cluster import Cluster
@@ -17,7 +18,6 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.model import ModelSection
 from wanma.job.sections.train import ParameterGroupSection
-from wanma.models.model_spec import resolve_model_spec
 from wanma.models.structure.parameter_roles import is_frozen
 from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
 from wanma.planner.forecast.plan_forecast import forecast_step_time as step_time
@@ -106,9 +106,7 @@ def test_model_flops_leave_out_what_is_not_computed() -> None:
 
 def measured_seconds(groups: list[ParameterGroupSection]) -> float:
     """Processor seconds of a forward and backward on one core, the least of five."""
-    spec = resolve_model_spec(
-        ModelSection(**MODEL), vocabulary_size=None, sequence_length=SEQUENCE, image_shape=None, classes=None
-    )
+    spec = text_spec(MODEL, None, SEQUENCE)
     model = spec.build_module()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.02)

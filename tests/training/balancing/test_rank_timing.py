@@ -10,7 +10,7 @@ import pytest
 
 from support.compare import spread_over
 from support.slow import SECONDS, Noting, noted
-from support.text import REAL_TEXT
+from support.text import text_job
 from wanma.job.plan.plan import Plan
 from wanma.training.balancing.rank_timing import AllocatorState, allocator_state
 
@@ -41,12 +41,7 @@ EXPERTS = {"feed_forward": 32, "experts": 4, "experts_per_token": 2, "expert_fee
 def test_the_rank_that_works_for_long_is_told_apart_from_those_that_wait_for_it(
     plan: Plan, tmp_path: Path
 ) -> None:
-    job = {
-        "model": DENSE | (EXPERTS if plan.ep > 1 else {}),
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(tmp_path / "cache")},
-        "train": {"steps": STEPS, "global_batch": 8},
-        "checkpoint": {"every_steps": 0},
-    }
+    job = text_job(tmp_path, DENSE | (EXPERTS if plan.ep > 1 else {}), steps=STEPS, global_batch=8)
     ranks = range(plan.world_size)
     spread_over(
         tmp_path / "run",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,45 +11,26 @@ import pytest
 
 from support.compare import one_process, same_bits, same_numbers, spread_over
 from support.ranks import Outcome
-from support.text import REAL_TEXT
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.training.balancing.share_rebalancer import MIN_WINDOW_STEPS, is_load_balancing
 
 BATCH = 8
-MODEL = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.1}
+MODEL = {**SMALL_DECODER, "dropout": 0.1}
 EXPERTS = {**MODEL, "feed_forward": 32, "experts": 4, "experts_per_token": 2, "expert_feed_forward": 8}
 FIRST = MIN_WINDOW_STEPS
 """Steps before the first move, where its gain is large."""
 
 
 def job(folder: Path, parallel: dict[str, Any], steps: int = 6, **sections: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache"), "prefetch": 3},
-        "train": {
-            "precision": "fp64",
-            "steps": steps,
-            "global_batch": BATCH,
-            "learning_rate": 1e-2,
-            "schedule": "constant",
-            "validate_every_steps": 2,
-            "validation_samples": 5,
-        },
-        "parallel": parallel,
-        "checkpoint": {"every_steps": 0},
-        **sections,
-    }
+    train = {"precision": "fp64", "steps": steps, "global_batch": BATCH, "schedule": "constant"}
+    train |= {"validate_every_steps": 2, "validation_samples": 5}
+    return text_job(folder, MODEL, data={"prefetch": 3}, **train) | {"parallel": parallel, **sections}
 
 
 def moves(run: Outcome) -> list[tuple[int, list[int]]]:
-    events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [(event["step"], event["batch_shares"]) for event in events if event["kind"] == "batch_shares"]
-
-
-def told(run: Outcome) -> list[str]:
-    events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [event["text"] for event in events if event["kind"] == "message"]
+    return [(event["step"], event["batch_shares"]) for event in run.events if event["kind"] == "batch_shares"]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +130,7 @@ def test_a_run_carries_on_with_the_shares_of_its_checkpoint_bit_for_bit(tmp_path
     for steps in (FIRST, FIRST + 3):
         parts = spread_over(tmp_path / "parts", job(tmp_path, ON, steps=steps), plan, patch=SLOW)
     assert moves(parts) == moves(whole) == [(FIRST, [6, 2])]
-    assert f"restored the batch shares [6, 2] of step {FIRST}" in told(parts)
+    assert f"restored the batch shares [6, 2] of step {FIRST}" in parts.messages
     same_bits(whole, parts)
     listed = job(tmp_path, {"batch_share_schedule": moves(whole)}, steps=FIRST + 3)
     same_bits(whole, spread_over(tmp_path / "listed", listed, plan))
@@ -163,7 +143,7 @@ def test_on_another_layout_or_without_balance_the_moved_shares_are_left_and_it_i
     run = spread_over(
         tmp_path / "run", job(tmp_path, ON, steps=FIRST + 1), Plan(dp_replicate=4, micro_batch=2)
     )
-    assert any("the run now has 4 data ranks" in text for text in told(run))
+    assert any("the run now has 4 data ranks" in text for text in run.messages)
     same_numbers(one(FIRST + 1), run, 1e-9)
 
 

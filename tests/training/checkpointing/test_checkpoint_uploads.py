@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import Outcome, run_job
+from support.ranks import run_job
+from support.text import SMALL_DECODER, text_job
 from wanma.checkpoint.load.verification import find_defects
 from wanma.job.errors import JobError
 from wanma.job.file.loading import to_job
@@ -20,26 +21,10 @@ TEXT = str(Path(json.__file__).parent)
 
 
 def job(tmp_path: Path, steps: int, url: str, **checkpoint: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2},
-        "data": {"text": [TEXT], "sequence_length": 16, "cache": str(tmp_path / "cache")},
-        "train": {
-            "steps": steps,
-            "global_batch": 4,
-            "learning_rate": 1e-2,
-            "warmup_steps": 0,
-            "schedule": "constant",
-            "deterministic": True,
-            "validate_every_steps": 0,
-            "validation_samples": 2,
-        },
-        "checkpoint": {"every_steps": 2, "upload": url, **checkpoint},
-    }
-
-
-def messages(outcome: Outcome) -> list[str]:
-    events = [json.loads(line) for line in (outcome.directory / "events.jsonl").read_text().splitlines()]
-    return [event["text"] for event in events if event["kind"] == "message"]
+    train = {"steps": steps, "global_batch": 4, "warmup_steps": 0, "schedule": "constant"}
+    train |= {"deterministic": True, "validate_every_steps": 0, "validation_samples": 2}
+    saved = {"every_steps": 2, "upload": url, **checkpoint}
+    return text_job(tmp_path, {**SMALL_DECODER, "layers": 1}, text=TEXT, checkpoint=saved, **train)
 
 
 def names(folder: Path) -> list[str]:
@@ -53,16 +38,15 @@ def test_a_lost_run_directory_comes_back_from_the_url_bit_for_bit(tmp_path: Path
     first = run_job(tmp_path / "run", job(tmp_path, 4, url), plan)
     assert names(tmp_path / "there" / "run") == ["step-00000002", "step-00000004"]
     assert find_defects(tmp_path / "there" / "run" / "step-00000004") == []
-    assert any(text.startswith(f"checkpoint of step 4 uploaded to {url}, ") for text in messages(first))
+    assert any(text.startswith(f"checkpoint of step 4 uploaded to {url}, ") for text in first.messages)
     shutil.rmtree(tmp_path / "run")
     second = run_job(tmp_path / "run", job(tmp_path, 6, url), plan)
     assert [step["step"] for step in second.steps] == [5, 6]
     assert second.losses == whole.losses[4:]
-    told = messages(second)
+    told = second.messages
     assert told[0].startswith(f"step-00000004 fetched from {url} in ")
     assert not any("carrying on" in text for text in told), "the start says it"
-    lines = (second.directory / "events.jsonl").read_text().splitlines()
-    start = next(event for event in map(json.loads, reversed(lines)) if event["kind"] == "start")
+    start = next(event for event in reversed(second.events) if event["kind"] == "start")
     assert (start["step"], start["source"]) == (4, "step-00000004")
     tensors = whole.tensors()
     assert all(torch.equal(value, tensors[name]) for name, value in second.tensors().items())
@@ -78,7 +62,7 @@ def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_p
         patch="support.failing_storage:lose_uploads",
     )
     assert failed.losses == plain.losses
-    told = [text for text in messages(failed) if "was not uploaded: " in text]
+    told = [text for text in failed.messages if "was not uploaded: " in text]
     assert told
     assert "the bucket is gone (after 2 tries" in told[0]
     assert find_defects(tmp_path / "run" / "checkpoints" / "step-00000004") == []

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.compare import equal
 from support.images import Held, workers
 from support.ranks import Outcome, run_job
-from support.recovering import RESTART, equal, fail, job, messages, recover
+from support.recovering import RESTART, fail, job, messages, recover
 from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES
 from wanma.job.plan.plan import Plan
 from wanma.planner.memory.in_memory_checkpoints import MAX_OVERHEAD_SHARE

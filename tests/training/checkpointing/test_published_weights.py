@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.huggingface import write_config
 from support.ranks import Outcome, run_here, run_job, run_ranks
+from support.text import text_job, text_spec
 from wanma.api.checkpoints.export import export
 from wanma.checkpoint.conversion import huggingface_weights as files
 from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, HuggingFaceWeights
@@ -23,9 +24,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.job.sections.model import ModelSection
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.model_spec import build_model
 
 _SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 320}
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -58,23 +58,9 @@ def publish(folder: Path, family: str, shard: str = "20KB", **changed: Any) -> A
 
 def job(folder: Path, model: dict[str, Any], start: Path) -> dict[str, Any]:
     """One step that changes nothing."""
-    return {
-        "model": model,
-        "data": {
-            "text": [str(Path(json.__file__).parent)],
-            "sequence_length": 16,
-            "cache": str(folder / "c"),
-        },
-        "train": {
-            "steps": 1,
-            "global_batch": 4,
-            "learning_rate": 1e-30,
-            "weight_decay": 0.0,
-            "validation_samples": 2,
-            "deterministic": True,
-        },
-        "checkpoint": {"every_steps": 0, "start_from": str(start)},
-    }
+    train = {"steps": 1, "global_batch": 4, "learning_rate": 1e-30, "weight_decay": 0.0}
+    train |= {"validation_samples": 2, "deterministic": True}
+    return text_job(folder, model, checkpoint={"every_steps": 0, "start_from": str(start)}, **train)
 
 
 def exported(outcome: Outcome, text: dict[str, Any], folder: Path) -> Any:
@@ -130,8 +116,7 @@ def test_our_decoder_starts_from_published_weights_and_is_published_again(
 
 def decoder(model: dict[str, Any], outcome: Outcome) -> Decoder:
     """Ours, with a run's weights."""
-    sizes: Any = {"vocabulary_size": 257, "sequence_length": 16, "image_shape": None, "classes": None}
-    made = build_model(resolve_model_spec(ModelSection(**model), **sizes), seed=7)
+    made = build_model(text_spec(model), seed=7)
     assert isinstance(made, Decoder)
     saved = {n.removeprefix("model."): t for n, t in outcome.tensors().items() if n.startswith("model.")}
     missing, unexpected = made.load_state_dict(saved, strict=False)
@@ -162,8 +147,7 @@ def read_counting(worker: WorkerContext, folder: Path, plan: Plan) -> tuple[int,
         nonlocal held
         held -= size
 
-    sizes: Any = {"vocabulary_size": 257, "sequence_length": 16, "image_shape": None, "classes": None}
-    spec = resolve_model_spec(ModelSection(huggingface=str(folder / "config")), **sizes)
+    spec = text_spec({"huggingface": str(folder / "config")})
     with (
         patch.multiple(published_weights, HuggingFaceWeights=Counting, READ_CHUNK_BYTES=1 << 10),
         open_mesh(worker, plan, 60.0) as grid,

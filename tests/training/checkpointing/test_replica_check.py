@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.compare import equal
 from support.images import Held, workers
 from support.ranks import Outcome, run_job
-from support.recovering import equal, job, messages, recover
+from support.recovering import job, messages, recover
 from wanma.checkpoint.inspection.replica_hashes import ReplicaMismatch
 from wanma.job.plan.plan import Plan
 from wanma.training.checkpointing.replica_check import replica_mismatch_error

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import wanma
 from support.compare import same_numbers
 from support.own import Numbers, Plain, seeded
+from support.own_loop import session_job
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
@@ -96,19 +97,9 @@ class Drawing(Plain):
 
 
 def job(plan: Plan) -> dict[str, Any]:
-    return {
-        "model": {"factory": "any:thing"},
-        "train": {
-            "steps": STEPS,
-            "global_batch": SAMPLES,
-            "precision": "fp64",
-            "learning_rate": 1e-2,
-            "validation_samples": 2,
-        },
-        "parallel": {"micro_batch": plan.micro_batch, "dp_replicate": plan.dp_replicate},
-        "checkpoint": {"every_steps": 0},
-        "observe": {"console": "quiet"},
-    }
+    train = {"steps": STEPS, "global_batch": SAMPLES, "validation_samples": 2}
+    parallel = {"micro_batch": plan.micro_batch, "dp_replicate": plan.dp_replicate}
+    return session_job(model={"factory": "any:thing"}, train=train, parallel=parallel)
 
 
 def train(folder: Path, plan: Plan, kind: type[nn.Module]) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ from support.coupled import (
     with_an_average,
 )
 from support.own import Normalized, Numbers, Plain, Tagger, seeded
+from support.own_loop import started_by_launch
 from support.ranks import Outcome, run_here, run_job, run_ranks
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.run.worker import WorkerContext
 from wanma.job.user_frames import user_frame_text
 from wanma.models.layers.batch_norm import convert_batch_norm
 from wanma.training.checks.state_restoration import preserve_state
@@ -228,9 +227,7 @@ def test_a_loop_of_ones_own_is_checked(model: Any, loss: Any, validates: bool, t
 
 
 def session_in_rank(worker: WorkerContext, folder: Path) -> str:
-    RunDirectory(folder).create()
-    current_worker_context.set(replace(worker, run_directory=folder))
-    with pytest.raises(wanma.JobError) as error:
+    with started_by_launch(worker, folder), pytest.raises(wanma.JobError) as error:
         in_a_session(folder, job(parallel={"dp_shard": 2}), Plain, in_batch_negatives, False)
     return str(error.value)
 

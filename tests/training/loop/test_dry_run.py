@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from support.ranks import run_ranks
+from support.text import text_spec
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.job.sections.model import ModelSection
-from wanma.models.model_spec import ModelSpec, resolve_model_spec
+from wanma.models.model_spec import ModelSpec
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
 from wanma.parallel.profiling.collective_counter import CollectiveCounter
@@ -60,13 +60,7 @@ def _dry_step(_: WorkerContext, plan: Plan, rank: int) -> DryRunResult:
 
 
 def _spec() -> ModelSpec:
-    return resolve_model_spec(
-        ModelSection.model_validate(MODEL),
-        vocabulary_size=64,
-        sequence_length=LENGTH,
-        image_shape=None,
-        classes=None,
-    )
+    return text_spec(MODEL, 64, LENGTH)
 
 
 def _key(collective: Any) -> tuple[str, tuple[int, ...], int]:

@@ -17,14 +17,14 @@ import wanma
 from support.huggingface import FAMILIES, write_config
 from support.labelled import LabelledTokens, whole
 from support.own import seeded
+from support.own_loop import started_by_launch
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.data.datasets.dataset import make_batch
 from wanma.data.sampling.permutation import permute_indices
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.run.worker import WorkerContext
 from wanma.models.user_modules.label_task import find_label_task
 from wanma.training.loss.loss_functions import CrossEntropy
 from wanma.training.loss.target_counting import sum_and_count_losses
@@ -283,15 +283,13 @@ def test_labels_of_a_module_around_a_model_of_transformers_are_refused() -> None
 
 
 def _session_in_rank(worker: WorkerContext, directory: Path, parallel: dict[str, Any]) -> None:
-    RunDirectory(directory).create()
-    current_worker_context.set(replace(worker, run_directory=directory))
     job = {
         "data": {"validation_fraction": 0.25},
         "train": {"steps": 2, "global_batch": 18, "learning_rate": 1e-2, "validate_every_steps": 1},
         "parallel": parallel,
         "observe": {"console": "quiet"},
     }
-    with wanma.session(job) as session:
+    with started_by_launch(worker, directory), wanma.session(job) as session:
         model = session.prepare(seeded(lambda: transformers.LlamaForCausalLM(_LLAMA)))
 
         def losses(batch: Batch) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,9 @@ METRICS = {
 }
 
 
-def validation(run: Outcome) -> dict[str, Any]:
-    events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [event for event in events if event["kind"] == "validation"][-1]
-
-
 def trained(folder: Path, plan: Plan, model: nn.Module, metrics: dict[str, Any] = METRICS) -> dict[str, Any]:
     run = run_here if plan.world_size == 1 else run_job
-    return validation(run(folder, job(), plan, {"model": model, "data": Numbers(), "metrics": metrics}))
+    return run(folder, job(), plan, {"model": model, "data": Numbers(), "metrics": metrics}).validations[-1]
 
 
 def plan_of(**sizes: Any) -> Plan:
@@ -154,13 +148,13 @@ def test_a_loop_of_ones_own_gives_metrics_beside_its_losses(one: dict[str, Any],
         for batch in session.batches(Numbers(), validate=validate):
             session.step(session.losses(model(*batch.inputs), batch))
     torch.set_num_threads(threads)
-    same(one, validation(Outcome(tmp_path)))
+    same(one, Outcome(tmp_path).validations[-1])
 
 
 def test_a_job_names_metrics_by_their_path(tmp_path: Path) -> None:
     named = job(metrics={"top2": f"{__name__}:among_two"})
     objects = {"model": seeded(sequential), "data": Numbers()}
-    found = validation(run_here(tmp_path, named, plan_of(micro_batch=4), objects))
+    found = run_here(tmp_path, named, plan_of(micro_batch=4), objects).validations[-1]
     assert set(found["metrics"]) == {"top2"}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from support.compare import one_process, same_numbers, spread_over
-from support.text import REAL_TEXT
+from support.text import text_job
 from wanma.job.plan.plan import Plan
 from wanma.training.optimizer.muon import Muon, orthogonalize
 
@@ -69,19 +69,8 @@ def test_every_plan_gives_the_numbers_of_one_process(plan: Plan, reference: Any,
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("muon")
-    job = {
-        # The two rows of a key projection do not divide among four ranks: some hold nothing of it.
-        "model": {"family": "decoder", "layers": 2, "hidden": 8, "heads": 4, "kv_heads": 1},
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder)},
-        "train": {
-            "precision": "fp64",
-            "optimizer": "muon",
-            "steps": 4,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "validation_samples": 3,
-            "deterministic": True,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    # The two rows of a key projection do not divide among four ranks: some hold nothing of it.
+    model = {"family": "decoder", "layers": 2, "hidden": 8, "heads": 4, "kv_heads": 1}
+    train = {"precision": "fp64", "optimizer": "muon", "steps": 4, "global_batch": 6, "deterministic": True}
+    job = text_job(folder, model, validation_samples=3, **train)
     return job, one_process(folder / "one", job, 6)

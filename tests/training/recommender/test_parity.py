@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.compare import same_numbers
+from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
@@ -35,26 +35,17 @@ LAYOUTS: dict[str, Plan] = {
 
 def job(name: str, steps: int = 4) -> dict[str, Any]:
     kind, keys = KINDS[name]
-    return {
-        "model": {"family": "recommender", "kind": kind, "recommender": {"embedding": 8}},
-        "data": {"path": "synthetic:20x30x300", "interactions": keys},
-        "train": {
-            "precision": "fp32",
-            "steps": steps,
-            "global_batch": 11,
-            "learning_rate": 1e-2,
-            "schedule": "constant",
-            "validation_samples": 17,
-            "validate_every_steps": 2,
-        },
-        "checkpoint": {"every_steps": 2},
-        "observe": {"console": "quiet"},
-    }
+    train = {"precision": "fp32", "steps": steps, "global_batch": 11, "schedule": "constant"}
+    return session_job(
+        model={"family": "recommender", "kind": kind, "recommender": {"embedding": 8}},
+        data={"path": "synthetic:20x30x300", "interactions": keys},
+        train={**train, "validation_samples": 17, "validate_every_steps": 2},
+        checkpoint={"every_steps": 2},
+    )
 
 
 def metrics(run: Outcome) -> list[dict[str, float]]:
-    events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [{"loss": event["loss"], **event["metrics"]} for event in events if event["kind"] == "validation"]
+    return [{"loss": event["loss"], **event["metrics"]} for event in run.validations]
 
 
 def alone(folder: Path, name: str) -> Outcome:
@@ -87,11 +78,7 @@ def test_bags_and_dense_features_have_the_numbers_of_one_process(kind: str, tmp_
     rows = [f"{n % 5},{n % 7},{n % 2},{bag},{n / 40}" for n, bag in enumerate(bags)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item,rating,tags,age", *rows]) + "\n")
     text = job("dlrm")
-    text["model"] = {
-        "family": "recommender",
-        "kind": kind,
-        "recommender": {"embedding": 8, "bottom": [6, 8]},
-    }
+    text["model"] |= {"kind": kind, "recommender": {"embedding": 8, "bottom": [6, 8]}}
     text["data"] = {
         "path": str(tmp_path / "log.csv"),
         "columns": {"sparse": ["tags"], "dense": ["age"]},

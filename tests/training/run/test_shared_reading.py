@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -14,39 +13,18 @@ from torch import Tensor
 
 from support.compare import same_bits
 from support.huggingface import write_config
-from support.ranks import Outcome, run_job
-from support.text import REAL_TEXT
+from support.ranks import run_job
+from support.text import SMALL_DECODER, text_job
 from wanma.job.plan.plan import Plan
 from wanma.training.run.shared_reading import content_of, divide_reading
 
 STEPS, BATCH = 4, 6
 
 
-def text_job(folder: Path, **data: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 3, "hidden": 16, "heads": 2, "dropout": 0.1},
-        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache"), **data},
-        "train": {
-            "precision": "fp64",
-            "steps": STEPS,
-            "global_batch": BATCH,
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "validation_samples": 3,
-            "validate_every_steps": 2,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
-
-
-def validations(run: Outcome) -> list[float]:
-    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["kind"] == "validation"]
-
-
-def messages(run: Outcome) -> list[str]:
-    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    return [event["text"] for event in events if event["kind"] == "message"]
+def small_job(folder: Path, **data: Any) -> dict[str, Any]:
+    train = {"precision": "fp64", "steps": STEPS, "global_batch": BATCH, "deterministic": True}
+    train |= {"validation_samples": 3, "validate_every_steps": 2}
+    return text_job(folder, {**SMALL_DECODER, "layers": 3, "dropout": 0.1}, data=data, **train)
 
 
 @pytest.mark.parametrize(
@@ -72,35 +50,35 @@ def test_samples_are_read_once_and_training_is_the_same_to_the_bit(
 ) -> None:
     workers = {rank: {"local_world_sizes": nodes} for rank in range(plan.world_size)}
     each, shared = (
-        run_job(tmp_path / key, text_job(tmp_path, shared_reading=key), plan, workers=workers)
+        run_job(tmp_path / key, small_job(tmp_path, shared_reading=key), plan, workers=workers)
         for key in ("never", "always")
     )
     same_bits(each, shared)
-    assert validations(shared) == validations(each)
+    assert shared.validation_losses == each.validation_losses
     samples = STEPS * BATCH
     assert each.steps[-1]["samples_read"] == samples * plan.pp * plan.tp * plan.cp
     assert shared.steps[-1]["samples_read"] == samples
     groups = plan.data_parallel_size
     expected = f"data: {groups} of {plan.world_size} ranks read, each for {plan.world_size // groups} ranks"
-    assert expected in messages(shared)
-    assert expected not in messages(each)
+    assert expected in shared.messages
+    assert expected not in each.messages
 
 
 def test_a_middle_stage_of_a_pipeline_reads_no_tokens(tmp_path: Path) -> None:
     plan = Plan(pp=3, micro_batch=2, precision="fp64")
-    each = run_job(tmp_path / "auto", text_job(tmp_path), plan)
+    each = run_job(tmp_path / "auto", small_job(tmp_path), plan)
     assert each.steps[-1]["samples_read"] == 2 * STEPS * BATCH
-    assert "data: 1 ranks of middle pipeline stages read nothing" in messages(each)
-    one = run_job(tmp_path / "one", text_job(tmp_path), Plan(micro_batch=2, precision="fp64"))
+    assert "data: 1 ranks of middle pipeline stages read nothing" in each.messages
+    one = run_job(tmp_path / "one", small_job(tmp_path), Plan(micro_batch=2, precision="fp64"))
     assert each.losses == pytest.approx(one.losses, rel=1e-10)
-    assert validations(each) == pytest.approx(validations(one), rel=1e-10)
+    assert each.validation_losses == pytest.approx(one.validation_losses, rel=1e-10)
 
 
 @pytest.mark.full
 def test_a_middle_stage_with_document_masks_reads_them(tmp_path: Path) -> None:
     plan = Plan(pp=3, micro_batch=2, precision="fp64")
     runs = [
-        run_job(tmp_path / key, text_job(tmp_path, document_masks=True, shared_reading=key), plan)
+        run_job(tmp_path / key, small_job(tmp_path, document_masks=True, shared_reading=key), plan)
         for key in ("auto", "always")
     ]
     same_bits(*runs)
@@ -132,7 +110,7 @@ class Told:
 @pytest.mark.daily("2 ranks (tp 2), fp64, cpu")
 def test_of_a_dataset_with_several_workers_one_rank_alone_reads(plan: Plan, tmp_path: Path) -> None:
     job = {
-        **text_job(tmp_path),
+        **small_job(tmp_path),
         "model": {"huggingface": str(write_config(tmp_path / "llama", "llama"))},
         "data": {"factory": "any:thing", "workers": 2, "validation_fraction": 0},
     }
@@ -162,7 +140,7 @@ def test_an_error_of_reading_is_one_message_of_the_rank_that_reads(tmp_path: Pat
     file = tmp_path / "read.txt"
     file.touch()
     job = {
-        **text_job(tmp_path),
+        **small_job(tmp_path),
         "model": {"huggingface": str(write_config(tmp_path / "llama", "llama"))},
         "data": {"factory": "any:thing", "workers": 2, "validation_fraction": 0},
     }

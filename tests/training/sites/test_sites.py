@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.compare import same_curve
 from support.ranks import Outcome, run_job
 from support.sites import FRAGMENTS, STREAMING, Reference, delayed, job, local, model
-from support.text import REAL_TEXT
+from support.text import DECODER, text_job
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 
@@ -34,22 +35,9 @@ def follows(outcome: Outcome, reference: Reference) -> None:
 
 def decoder(folder: Path, **train: Any) -> dict[str, Any]:
     """7 samples per step, which no world divides."""
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
-        "data": {"text": [REAL_TEXT], "sequence_length": 32, "cache": str(folder / "cache")},
-        "train": {
-            "steps": 5,
-            "global_batch": 7,
-            "precision": "fp64",
-            "optimizer": "sgd",
-            "momentum": 0.0,
-            "gradient_clip": 0.0,
-            "learning_rate": 0.1,
-            "validation_samples": 5,
-            **train,
-        },
-        "checkpoint": {"every_steps": 0},
-    }
+    keys = {"steps": 5, "global_batch": 7, "precision": "fp64", "optimizer": "sgd", "momentum": 0.0}
+    keys |= {"gradient_clip": 0.0, "learning_rate": 0.1, "validation_samples": 5, **train}
+    return text_job(folder, {**DECODER, "kv_heads": 2}, sequence_length=32, **keys)
 
 
 LAYOUTS = {
@@ -83,6 +71,13 @@ def test_the_mean_of_the_weights_after_every_plain_step_is_data_parallel(
         assert (got[tensor_name] - expected).norm() <= 1e-9 * expected.norm(), tensor_name
 
 
+def near(outcome: Outcome, one: Outcome) -> None:
+    """Every tensor of one process, to rounding; a run of sites has more."""
+    got = outcome.tensors()
+    for name, expected in one.tensors().items():
+        assert (got[name] - expected).norm() <= 1e-9 * max(float(expected.norm()), 1e-3), name
+
+
 @pytest.mark.parametrize(
     ("plan", "more"),
     [
@@ -104,9 +99,7 @@ def test_so_it_is_for_tensors_on_two_stages_and_for_experts(
     seldom = Synchronization("local_sgd", sites=2, every=1)
     outcome = run_job(tmp_path / "run", text, replace(plan, precision="fp64", synchronization=seldom))
     assert outcome.losses == pytest.approx(one.losses, rel=1e-10)
-    got = outcome.tensors()
-    for name, expected in one.tensors().items():
-        assert (got[name] - expected).norm() <= 1e-9 * max(float(expected.norm()), 1e-3), name
+    near(outcome, one)
 
 
 @pytest.mark.parametrize("name", ["2 sites", "2 sites × ZeRO 3", "2 sites × pipeline"])
@@ -118,11 +111,8 @@ def test_a_staleness_of_zero_is_data_parallel_on_every_layout(name: str, tmp_pat
     one = run_job(tmp_path / "one", text, Plan(micro_batch=7, precision="fp64"))
     plan = replace(LAYOUTS[name], precision="fp64", synchronization=Synchronization("delayed", sites=2))
     outcome = run_job(tmp_path / "run", text, plan)
-    assert outcome.losses == pytest.approx(one.losses, rel=1e-10)
-    assert outcome.norms == pytest.approx(one.norms, rel=1e-10)
-    got = outcome.tensors()
-    for tensor_name, expected in one.tensors().items():
-        assert (got[tensor_name] - expected).norm() <= 1e-9 * max(expected.norm(), 1e-3), tensor_name
+    same_curve(one, outcome, 1e-10)
+    near(outcome, one)
 
 
 def test_a_staleness_of_zero_is_data_parallel_bit_for_bit(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.compare import equal
 from support.images import Held
 from support.ranks import Outcome, run_job
-from support.recovering import equal, fail, messages, recover
+from support.recovering import fail, messages, recover
 from support.recovering import job as recovering_job
 from support.sites import STREAMING, job, model
 from wanma.job.plan.plan import Plan

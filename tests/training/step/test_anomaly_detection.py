@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.compare import equal
 from support.ranks import run_job
-from support.recovering import RESTART, equal, job, messages
+from support.recovering import RESTART, job, messages
 from wanma.job.errors import AllRanksError
 from wanma.job.plan.plan import Plan
 from wanma.training.step.anomaly_detection import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -93,12 +92,6 @@ def error(output: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, targets, reduction="none")
 
 
-def validations(run: Path) -> dict[int, float]:
-    """The error by step."""
-    told = [json.loads(line) for line in events(run).splitlines()]
-    return {event["step"]: event["metrics"]["error"] for event in told if event["kind"] == "validation"}
-
-
 def test_the_best_checkpoint_is_that_of_the_named_metric_in_its_direction(tmp_path: Path) -> None:
     asked = job(steps=10, stop_patience=0)
     given = {**objects(), "metrics": {"error": error}}
@@ -106,7 +99,7 @@ def test_the_best_checkpoint_is_that_of_the_named_metric_in_its_direction(tmp_pa
     for mode, best in (("min", min), ("max", max)):
         chosen = {**asked, "checkpoint": {**kept, "best_mode": mode}}
         run = run_here(tmp_path / mode, chosen, PLAN, given)
-        errors = validations(run.directory)
+        errors = {event["step"]: event["metrics"]["error"] for event in run.validations}
         expected = best(errors, key=errors.__getitem__)
         found = list_in_folder(run.directory / "checkpoints")
         assert {entry.step for entry in found} == {expected, 10}
@@ -171,13 +164,12 @@ def test_a_run_goes_on_where_validation_has_no_value(metric: str, tmp_path: Path
     asked["checkpoint"]["best_metric"] = metric
     data = (Numbers(), Unlabelled()) if metric == "loss" else Numbers()
     run = run_here(tmp_path, asked, PLAN, {**objects(), "data": data, "metrics": {"never": never}})
-    told = [json.loads(line) for line in events(tmp_path).splitlines()]
-    validations = [event for event in told if event["kind"] == "validation"]
+    validations = run.validations
     assert len(run.steps) == 4
     assert [(event["loss"] is None, "metrics" in event) for event in validations] == [
         (metric == "loss", False)
     ] * 2
-    warnings = [event["text"] for event in told if event.get("level") == "warning"]
+    warnings = [event["text"] for event in run.events if event.get("level") == "warning"]
     assert [metric in text and "train.stop_metric" in text for text in warnings] == [True, True]
     assert not any(entry.is_best for entry in list_in_folder(tmp_path / "checkpoints"))
 
