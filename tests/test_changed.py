@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from support import git
 from support.changed import changed_files, distances, needs_everything
 
 
@@ -32,18 +32,7 @@ def repository(tmp_path: Path) -> Path:
         "tests/room/test_in_room.py": "",
         "docs/guide.md": "text\n",
     }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        _git(tmp_path, *command)
-    return tmp_path
-
-
-def _git(root: Path, *arguments: str) -> None:
-    names = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", *names, *arguments], cwd=root, check=True)
+    return git.repository(tmp_path, files)
 
 
 def test_tests_are_found_by_their_distance_from_a_change(repository: Path) -> None:
@@ -68,7 +57,7 @@ def test_what_is_not_committed_and_what_git_does_not_know_is_a_change(repository
     (repository / "src/wanma/low.py").write_text("x = 1\n")
     (repository / "tests/test_new.py").write_text("")
     assert changed_files("HEAD", repository) == {"src/wanma/low.py", "tests/test_new.py"}
-    _git(repository, "commit", "-qam", "second")
+    git.git(repository, "commit", "-qam", "second")
     assert changed_files("HEAD", repository) == {"tests/test_new.py"}
     assert changed_files("HEAD~1", repository) == {"src/wanma/low.py", "tests/test_new.py"}
 

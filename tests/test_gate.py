@@ -150,9 +150,7 @@ def test_what_has_no_chance_in_it_is_not_repeated(tmp_path: Path) -> None:
         "tests/job/test_b.py": "import subprocess",
         "tests/e2e/test_c.py": "",
     }
-    for name, source in sources.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
+    write(tmp_path, sources)
 
     def reason(test: str, cause: str = "assert 1 == 2", text: str = "") -> str:
         return reason_against_repeat(Record(test, "failed", cause=cause, text=text), tmp_path)

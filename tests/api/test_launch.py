@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
 
 from support.command import Desk
+from support.networks import free_address
 from wanma.api.launch.script_launch import Program, _launch_fingerprint, _ScriptConsole, launch_script
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError, WanmaError
@@ -60,8 +60,7 @@ def log(desk: Desk, run: str, rank: int) -> str:
 def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) -> None:
     options = json.dumps({"job": {"cluster": {"hang_timeout_seconds": 77.0}}, "run_directory": "elsewhere"})
     words = [options, "--ranks", "7", "--", "x"]
-    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.threads_per_rank=1", "mine.py", *words)
-    ran.check()
+    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.threads_per_rank=1", "mine.py", *words).check()
     assert f"arguments {json.dumps(words)} threads 1\n" in log(desk, "runs/mine", 1)
     lines = ran.out.splitlines()
     assert lines.count("run directory: runs/mine") == 1
@@ -126,9 +125,7 @@ def test_a_rank_that_fails_is_told_once_and_recorded(desk: Desk) -> None:
 
 @pytest.mark.full
 def test_two_commands_on_loopback_train_as_one(desk: Desk) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    place = free_address()
     command = (
         "launch",
         "--ranks",

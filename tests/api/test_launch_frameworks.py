@@ -13,7 +13,7 @@ import pytest
 
 from support.command import Desk, Ran
 from support.frameworks import run_on_two_nodes
-from support.networks import cable, named_hosts
+from support.networks import cable, free_address, free_port, named_hosts
 from wanma.api.launch.framework_variables import horovod_variables, share_devices, tensorflow_config
 from wanma.api.launch.script_launch import Framework
 from wanma.api.launch.tasks import Task, parse_roles
@@ -92,9 +92,7 @@ def launch(desk: Desk, *words: str) -> Ran:
 
 def test_tensorflow_processes_of_two_nodes_agree_on_the_cluster(desk: Desk) -> None:
     name = write(desk, "told.py", VARIABLES + MEETS)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    place = free_address()
     words = ("--framework", "tensorflow", "--roles", "worker=2,ps=1,chief=1", "--nodes", "2")
     command = ("launch", *words, "--rendezvous", place, "--run-dir", "both", name)
     ended = [one.end() for one in [desk.start(*command) for _ in range(2)]]
@@ -117,8 +115,9 @@ def test_tensorflow_processes_of_two_nodes_agree_on_the_cluster(desk: Desk) -> N
 
 def test_a_script_runs_in_an_environment_without_wanma(desk: Desk, bare_python: Path) -> None:
     name = write(desk, "told.py", VARIABLES)
-    ran = launch(desk, "--framework", "jax", "--ranks", "2", "--python", str(bare_python), name, "--lr", "1")
-    ran.check()
+    ran = launch(
+        desk, "--framework", "jax", "--ranks", "2", "--python", str(bare_python), name, "--lr", "1"
+    ).check()
     ranks = [told(ran, rank) for rank in (0, 1)]
     assert [one["JAX_PROCESS_ID"] for one in ranks] == ["0", "1"]
     assert [one["OMPI_COMM_WORLD_LOCAL_RANK"] for one in ranks] == ["0", "1"]
@@ -160,8 +159,7 @@ while True:
         time.sleep(0.02)
 urlopen(Request(f"{place}{rank}", method="DELETE"))
 """
-    ran = launch(desk, "--framework", "horovod", "--ranks", "2", write(desk, "store.py", source))
-    ran.check()
+    ran = launch(desk, "--framework", "horovod", "--ranks", "2", write(desk, "store.py", source)).check()
     assert [ran.lines(rank) for rank in (0, 1)] == [["peer 1"], ["peer 0"]]
 
 
@@ -209,8 +207,7 @@ def test_ranks_that_only_serve_are_ended_when_the_others_have_finished(
     desk: Desk, roles: str, coordinated: list[str]
 ) -> None:
     name = write(desk, "serves.py", SERVES)
-    ran = launch(desk, "--framework", "tensorflow", "--roles", roles, name, *coordinated)
-    ran.check()
+    ran = launch(desk, "--framework", "tensorflow", "--roles", roles, name, *coordinated).check()
     assert ran.lines(0) == ["here", "done"]
     services = "worker 0, ps 0, evaluator 0" if coordinated else "ps 0"
     assert f"ending {services}" in ran.out
@@ -235,20 +232,17 @@ def test_a_dead_parameter_server_fails_the_run_with_its_last_lines(desk: Desk, b
 def test_the_loss_of_a_node_with_parameter_servers_only_fails_the_run(desk: Desk) -> None:
     """Its ranks only serve, so none of them ever finishes; the worker would wait for them for ever."""
     words = ("--framework", "tensorflow", "--roles", "worker=1,ps=1", "--nodes", "2", "--run-dir", "both")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = sock.getsockname()
-    command = ("launch", *words, "--rendezvous", f"127.0.0.1:{place[1]}", "--node-rank")
+    port = free_port()
+    command = ("launch", *words, "--rendezvous", f"127.0.0.1:{port}", "--node-rank")
     script = (write(desk, "serves.py", SERVES), "works")
     worker = desk.start(*command, "0", *script)
-    assert worker.until(lambda: is_listening(place)), "it runs the coordinator"
+    assert worker.until(lambda: is_listening(("127.0.0.1", port))), "it runs the coordinator"
     servers = desk.start(*command, "1", *script)
     assert worker.until((desk.folder / "serves-ps").exists)
     worker.look()
     servers.kill_all()
     servers.end()
-    ran = worker.end()
-    ran.check(1)
+    ran = worker.end().check(1)
     assert f"node 1 ({socket.gethostname()}) was lost: " in ran.told_once()
     assert worker.left() == []
 
@@ -257,8 +251,7 @@ def test_the_loss_of_a_node_with_parameter_servers_only_fails_the_run(desk: Desk
 def test_ranks_of_another_interpreter_start_again(desk: Desk, bare_python: Path) -> None:
     name = write(desk, "again.py", AGAIN)
     words = ("--framework", "tensorflow", "--ranks", "1", "--python", str(bare_python))
-    ran = launch(desk, *words, "--max-restarts", "1", name)
-    ran.check()
+    ran = launch(desk, *words, "--max-restarts", "1", name).check()
     assert ran.lines(0) == ["the second time {'type': 'worker', 'index': 0}"]
 
 
@@ -269,8 +262,7 @@ def test_a_request_to_stop_reaches_a_script_of_another_interpreter(desk: Desk, b
     assert going.until(lambda: log.exists() and "waiting" in log.read_text())
     going.look()
     going.signal(signal.SIGINT)
-    ran = going.end()
-    ran.check(130)
+    going.end().check(130)
     assert going.left() == []
 
 

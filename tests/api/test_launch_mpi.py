@@ -20,7 +20,7 @@ import pytest
 
 from support.command import Desk, Running
 from support.frameworks import SCRIPTS, run_on_two_nodes
-from support.networks import cable
+from support.networks import cable, free_address
 from wanma.api.launch import mpi_launcher, mpi_process
 from wanma.api.launch.mpi_gang import LauncherStart, MpiSettings
 from wanma.api.launch.mpi_launcher import MpiLauncher, launcher_environment, mpirun_command
@@ -75,8 +75,7 @@ def check_nothing_left(desk: Desk) -> None:
 
 @needs_open_mpi
 def test_ranks_of_one_gang_have_their_own_logs(desk: Desk) -> None:
-    ran = desk.run("launch", "--framework", "mpi", "--ranks", "2", "--run-dir", "run", SCRIPT)
-    ran.check()
+    ran = desk.run("launch", "--framework", "mpi", "--ranks", "2", "--run-dir", "run", SCRIPT).check()
     for rank in range(2):
         expected = [f"process {rank} of 2: sum 3", f"local rank {rank}, hidden []"]
         assert ran.lines(rank) == expected
@@ -93,8 +92,7 @@ def test_more_ranks_than_cores_and_another_interpreter(desk: Desk, tmp_path: Pat
     venv.create(tmp_path / "bare", symlinks=True)
     ranks = (os.cpu_count() or 1) + 3
     options = ("--ranks", str(ranks), "--python", str(tmp_path / "bare" / "bin" / "python"))
-    ran = desk.run("launch", "--framework", "mpi", *options, SCRIPT)
-    ran.check()
+    ran = desk.run("launch", "--framework", "mpi", *options, SCRIPT).check()
     total = ranks * (ranks + 1) // 2
     found = [ran.lines(rank)[0] for rank in range(ranks)]
     assert found == [f"process {rank} of {ranks}: sum {total}" for rank in range(ranks)]
@@ -110,13 +108,11 @@ def test_a_compiled_program_is_a_script_too(desk: Desk) -> None:
     if built.returncode:
         pytest.skip(f"no program can be linked with libmpi.so.40: {built.stderr}")
     launch = ("launch", "--framework", "mpi", "--ranks", "2", "./program")
-    ran = desk.run(*launch, "word")
-    ran.check()
+    ran = desk.run(*launch, "word").check()
     assert [ran.lines(rank) for rank in range(2)] == [
         [f"compiled: process {rank} of 2, word"] for rank in range(2)
     ]
-    ran = desk.run(*launch, "word", "fail")
-    ran.check(7)
+    ran = desk.run(*launch, "word", "fail").check(7)
     assert "error: rank 1 (node 0, " in ran.told_once()
     (desk.folder / "program").chmod(0o644)
     ran = desk.call(*launch)
@@ -127,9 +123,7 @@ def test_a_compiled_program_is_a_script_too(desk: Desk) -> None:
 @needs_open_mpi
 @pytest.mark.full
 def test_two_supervisors_of_one_host_share_a_gang(desk: Desk) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    place = free_address()
     words = ("--framework", "mpi", "--ranks", "2", "--nodes", "2", "--rendezvous", place)
     command = ("launch", *words, "--run-dir", "both", SCRIPT)
     ended = [one.end() for one in [desk.start(*command) for _ in range(2)]]
@@ -177,8 +171,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_error(desk: Desk, mode: str) ->
 @pytest.mark.full
 def test_the_ranks_start_again_with_a_new_launcher(desk: Desk) -> None:
     words = ("--framework", "mpi", "--ranks", "2", "--max-restarts", "1", "--run-dir", "run")
-    ran = desk.run("launch", *words, SCRIPT, "fails-once")
-    ran.check()
+    ran = desk.run("launch", *words, SCRIPT, "fails-once").check()
     log = (desk.folder / "run" / "logs" / "rank-1.log").read_text()
     assert log.count("process 1 of 2: sum 3\n") == 2
     assert ran.lines(0)[-2:] == ["process 0 of 2: sum 3", "local rank 0, hidden []"]
@@ -223,8 +216,7 @@ def start(desk: Desk, environment: dict[str, str], *words: str) -> Running:
 
 def test_a_launcher_that_fails_is_quoted_in_one_message(desk: Desk) -> None:
     text = "echo 'no slots for you' >&2; exit 5"
-    ran = start(desk, fake_mpirun(desk, "mpirun (Open MPI) 4.1.4", text)).end()
-    ran.check(1)
+    ran = start(desk, fake_mpirun(desk, "mpirun (Open MPI) 4.1.4", text)).end().check(1)
     message = ran.told_once()
     assert "mpirun ended with exit code 5 before" in message
     assert "no slots for you" in message
@@ -234,8 +226,7 @@ def test_a_launcher_that_fails_is_quoted_in_one_message(desk: Desk) -> None:
 @pytest.mark.full
 def test_a_launcher_that_starts_nothing_ends_at_the_start_timeout(desk: Desk) -> None:
     environment = fake_mpirun(desk, "mpirun (Open MPI) 4.1.4", "sleep 300")
-    ran = start(desk, environment, "--set", "cluster.start_timeout_seconds=3").end()
-    ran.check(1)
+    ran = start(desk, environment, "--set", "cluster.start_timeout_seconds=3").end().check(1)
     assert re.search(r"mpirun has started no process for rank [01] on node 0 within 3 s", ran.told_once())
     check_nothing_left(desk)
 
@@ -261,11 +252,8 @@ def test_a_missing_mpirun_is_refused_with_the_way_out(desk: Desk, tmp_path: Path
 @pytest.fixture
 def first_of_node(tmp_path: Path) -> Callable[..., LauncherStart]:
     def make(key: str) -> LauncherStart:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
         worker = WorkerContext(1, 0, 2, 1, 1, 1, tmp_path, local_world_sizes=(1, 1))
-        addresses = ("127.0.0.1:1", f"127.0.0.1:{port}")
+        addresses = ("127.0.0.1:1", free_address())
         (tmp_path / "logs").mkdir()
         settings = MpiSettings("/usr/bin", 4, key, 5.0)
         return LauncherStart(replace(worker, rank_addresses=addresses), settings, "gang")

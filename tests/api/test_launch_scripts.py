@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from support.command import LIMIT_SECONDS, Desk
+from support.networks import free_address
 from support.slowness import patient
 from wanma.api.launch import script_worker
 from wanma.job.run.worker import NullSupervisorClient, WorkerContext
@@ -137,8 +138,7 @@ def test_a_script_is_told_what_torchrun_tells(desk: Desk) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2"]
     theirs = told(desk.start_program([*torchrun, name]).end().out)
     words = ("--nproc-per-node", "1", "--max-restarts", "2")
-    ran = desk.run("launch", *words, name, "--ranks", "7", "--", "x")
-    ran.check()
+    ran = desk.run("launch", *words, name, "--ranks", "7", "--", "x").check()
     ours = told(ran.out)
     # The file into which torch's own `@record` writes an error for torchrun is its affair.
     assert theirs.keys() - ours.keys() <= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
@@ -153,9 +153,7 @@ def test_a_script_is_told_what_torchrun_tells(desk: Desk) -> None:
 
 def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
     name = write(desk, "told.py", VARIABLES)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    place = free_address()
     words = ("launch", "--ranks", "2", "--nodes", "2", "--rendezvous", place, "--run-dir", "both", name)
     ended = [one.end() for one in [desk.start(*words) for _ in range(2)]]
     assert [one.code for one in ended] == [0, 0], ended
@@ -185,8 +183,7 @@ def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
     (desk.folder / "package").mkdir()
     write(desk, "package/__init__.py", "")
     write(desk, "package/told.py", "from . import __name__ as package\nprint(package)\n" + VARIABLES)
-    ran = desk.run("launch", "--ranks", "1", "-m", "package.told", "x")
-    ran.check()
+    ran = desk.run("launch", "--ranks", "1", "-m", "package.told", "x").check()
     assert ran.lines(0)[0] == "package"
     assert ran.lines(0)[2].startswith('words ["x"] ')
     assert (desk.folder / "runs" / "told" / "script.json").exists()
@@ -194,8 +191,7 @@ def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
 
 def test_a_script_is_main_for_whatever_it_starts(desk: Desk) -> None:
     name = write(desk, "spawns.py", SPAWNS)
-    ran = desk.run("launch", "--ranks", "1", name)
-    ran.check()
+    ran = desk.run("launch", "--ranks", "1", name).check()
     assert ran.lines(0) == ["[2, 4]", "Thing", "a thread: 1"]
 
 
@@ -204,9 +200,7 @@ def test_a_script_is_main_for_whatever_it_starts(desk: Desk) -> None:
 
 @pytest.mark.full
 def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    place = free_address()
     ddp = str(SCRIPTS / "ddp.py")
     words = ("launch", "--ranks", "1", "--nodes", "2", "--rendezvous", place, "--run-dir", "both", ddp)
     ended = [one.end() for one in [desk.start(*words) for _ in range(2)]]
@@ -219,8 +213,7 @@ def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
 @pytest.mark.full
 def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk) -> None:
     limits = ("--set", "cluster.hang_timeout_seconds=1", "--set", "cluster.start_timeout_seconds=1")
-    ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4")
-    ran.check()
+    ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4").check()
     for rank in (0, 1):
         assert re.fullmatch(rf"rank {rank}: loss 0\.\d+, DTensor", ran.lines(rank)[-1])
 
@@ -228,8 +221,7 @@ def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk
 @pytest.mark.full
 def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     name = write(desk, "again.py", AGAIN)
-    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.max_restarts=1", name)
-    ran.check()
+    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.max_restarts=1", name).check()
     assert ran.lines(0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
     assert ran.out.count("warning: rank 1 (") == 1
     assert "the first time only" in ran.out
@@ -267,8 +259,7 @@ def test_a_terminal_that_is_not_read_stops_neither_the_script_nor_its_supervisor
 def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
     desk: Desk, how: str, code: int, cause: str
 ) -> None:
-    ran = desk.run("launch", "--ranks", "2", write(desk, "ends.py", ENDINGS), how)
-    ran.check(code)
+    ran = desk.run("launch", "--ranks", "2", write(desk, "ends.py", ENDINGS), how).check(code)
     assert ran.lines(0) == ran.lines(1) == ["before"]
     errors = [line for line in ran.out.splitlines() if line.startswith("error: ")]
     assert (
@@ -305,8 +296,7 @@ def test_a_request_to_stop_reaches_the_script(
     assert going.until(lambda: all(log.exists() and "waiting" in log.read_text() for log in logs))
     going.look()
     going.signal(number)
-    ran = going.end()
-    ran.check(code)
+    ran = going.end().check(code)
     assert going.left() == []
     assert "stopping the script: " in ran.out
     assert ("(cluster.grace_seconds) ended before" in ran.out) == (words == ["deaf"])
@@ -377,8 +367,7 @@ LIMITS = ("--set", f"cluster.hang_timeout_seconds={patient(5)}", "--set", "clust
 
 def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
     name = write(desk, "speaks.py", SPEAKS)
-    ran = desk.run("launch", "--ranks", "1", *LIMITS, name, "afterwards")
-    ran.check()
+    ran = desk.run("launch", "--ranks", "1", *LIMITS, name, "afterwards").check()
     assert "finished at step 3" in ran.out
     assert ran.lines(0) == ["evaluated"]
 
@@ -395,8 +384,7 @@ def test_a_session_takes_ranks_that_torchrun_has_started(desk: Desk) -> None:
     source = (Path(__file__).parents[2] / "examples" / "own_loop.py").read_text()
     write(desk, "own.py", source.replace('"steps": 200', '"steps": 20').replace('_steps": 50', '_steps": 10'))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
-    ran = desk.start_program(torchrun).end()
-    ran.check()
+    ran = desk.start_program(torchrun).end().check()
     assert ran.out.count("finished at step 20") == 1
     assert "`wanma launch --ranks 2`" in ran.out
     training = desk.training("runs/own-loop")

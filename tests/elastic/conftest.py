@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.networks import free_address
 from support.supervisors import Supervisor
 from wanma.elastic.launch_config import LaunchConfig, RunOutcome
 from wanma.elastic.supervisor.supervisor import run_supervisor
+from wanma.elastic.transport.event_loop import EventLoop
 
 HERE = str(Path(__file__).parent)
 
@@ -92,6 +93,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def rendezvous() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+    return free_address()
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()

@@ -13,6 +13,7 @@ import pytest
 from support.injection import VARIABLE, Fault, injected
 from support.slowness import patient
 from support.supervisors import wait_for_listener
+from support.waiting import wait_until
 from wanma.job.run.folder_claims import FolderClaims
 
 STEPS = list(range(1, 9))
@@ -39,13 +40,6 @@ def start_node(start: Any, rendezvous: str, tmp_path: Path, monkeypatch: pytest.
     return start_node
 
 
-def wait_for(there: Any, seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def steps(*nodes: Any) -> list[int]:
     return sorted(line["step"] for node in nodes for line in node.lines if line["kind"] == "step")
 
@@ -56,7 +50,7 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     first = start_node("a", node_rank=0)
     wait_for_listener(rendezvous)
     second = start_node("b", node_rank=1)
-    wait_for(lambda: list((tmp_path / "marks").iterdir()))
+    wait_until(lambda: list((tmp_path / "marks").iterdir()), "the fault", 200, pause=0.02)
     first.process.kill()
     while "this node now runs the coordinator" not in second.until("message")["text"]:
         pass
@@ -81,7 +75,7 @@ def test_of_three_nodes_the_two_that_are_left_meet_at_the_next_in_order(
     first = start_node("a", node_rank=0, nodes=3)
     wait_for_listener(rendezvous)
     second, third = (start_node(name, node_rank=rank, nodes=3) for name, rank in (("b", 1), ("c", 2)))
-    wait_for(lambda: list((tmp_path / "marks").iterdir()))
+    wait_until(lambda: list((tmp_path / "marks").iterdir()), "the fault", 200, pause=0.02)
     first.process.kill()
     while "rejoined the run" not in third.until("message")["text"]:
         pass
@@ -118,7 +112,7 @@ def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
     first = start_node("a", node_rank=0)
     wait_for_listener(rendezvous)
     second = start_node("b", node_rank=1)
-    wait_for(lambda: list((tmp_path / "marks").iterdir()))
+    wait_until(lambda: list((tmp_path / "marks").iterdir()), "the fault", 200, pause=0.02)
     second.process.send_signal(signal.SIGSTOP)
     first.process.kill()
     first.end()
@@ -145,7 +139,7 @@ def test_without_a_shared_run_directory_the_run_ends_with_its_host_and_says_so_b
         pass
     assert str(tmp_path / "other") in text
     assert "object store ('s3://BUCKET/RUN')" in text
-    wait_for(lambda: list((tmp_path / "marks").iterdir()))
+    wait_until(lambda: list((tmp_path / "marks").iterdir()), "the fault", 200, pause=0.02)
     first.process.kill()
     assert second.end() == 1
     assert second.message.startswith(f"lost the coordinator at {rendezvous}: its process has ended")
@@ -168,7 +162,7 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
     first = start("a", "write_lines", node_rank=0, **common)
     wait_for_listener(rendezvous)
     second = start("b", "write_lines", node_rank=1, **common)
-    wait_for(lambda: lines(tmp_path).count(1) > 5)
+    wait_until(lambda: lines(tmp_path).count(1) > 5, "steps of attempt 1", 200, pause=0.02)
     machine = psutil.Process(first.process.pid)
     paused = [machine, *machine.children(recursive=True)]
     for process in paused:
@@ -176,7 +170,7 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
     while "this node now runs the coordinator" not in second.until("message")["text"]:
         pass
     third = start("c", "write_lines", node_rank=0, **common)
-    wait_for(lambda: lines(tmp_path).count(2) > 5)
+    wait_until(lambda: lines(tmp_path).count(2) > 5, "steps of attempt 2", 200, pause=0.02)
     for process in reversed(paused):
         process.resume()
     assert first.end() == 9

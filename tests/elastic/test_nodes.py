@@ -7,17 +7,15 @@ The full suite alone has what others show every day: an interrupt on another nod
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from support.networks import Cable, cable
 from support.slowness import patient
 from support.supervisors import wait_for_listener
 from wanma.elastic.protocol.framing import encode
@@ -221,49 +219,20 @@ def test_an_interrupt_while_waiting_for_the_others_leaves_at_once(start: Any, re
 
 
 @pytest.fixture
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by one cable: 10.91.0.1 and 10.91.0.2."""
-    if os.getuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the `ip` command (apt-get install iproute2)")
-    names = (f"wanma-test-{os.getpid()}-a", f"wanma-test-{os.getpid()}-b")
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip(
-            "link",
-            "add",
-            "cable0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable1",
-            "netns",
-            names[1],
-        )
-        for number, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.91.0.{number + 1}/24", "dev", f"cable{number}")
-            ip("-n", name, "link", "set", f"cable{number}", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+def network() -> Iterator[Cable]:
+    with cable() as between:
+        yield between
 
 
 @pytest.mark.full
 @pytest.mark.root
-def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tuple[str, str]) -> None:
-    common = {"rendezvous": "10.91.0.1:29500", "preload_modules": ["torch"], "secret": "0123456789abcdef"}
-    nodes = [start(name, "all_reduce", namespace=name, **common) for name in reversed(namespaces)]
+def test_two_machines_on_a_network_compute_together(start: Any, network: Cable) -> None:
+    common = {
+        "rendezvous": f"{network.addresses[0]}:29500",
+        "preload_modules": ["torch"],
+        "secret": "0123456789abcdef",
+    }
+    nodes = [start(name, "all_reduce", namespace=name, **common) for name in reversed(network.names)]
     assert [node.end() for node in nodes] == [0, 0], [node.lines for node in nodes]
     assert sorted(name for node in nodes for name in node.logs()) == ["rank-0.log", "rank-1.log"]
     for node in nodes:
@@ -274,17 +243,17 @@ def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tupl
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.root
-def test_a_cut_cable_ends_both_sides(start: Any, namespaces: tuple[str, str]) -> None:
+def test_a_cut_cable_ends_both_sides(start: Any, network: Cable) -> None:
     common = {
-        "rendezvous": "10.91.0.1:29500",
+        "rendezvous": f"{network.addresses[0]}:29500",
         "secret": "0123456789abcdef",
         "heartbeat_timeout_seconds": patient(5),
     }
-    first = start("a", "until_stopped", namespace=namespaces[0], node_rank=0, **common)
-    second = start("b", "until_stopped", namespace=namespaces[1], node_rank=1, **common)
+    first = start("a", "until_stopped", namespace=network.names[0], node_rank=0, **common)
+    second = start("b", "until_stopped", namespace=network.names[1], node_rank=1, **common)
     first.until("start")
     second.wait_for_ranks()
-    subprocess.run(["ip", "-n", namespaces[1], "link", "set", "cable1", "down"], check=True)
+    network.pull()
     assert (first.end(), second.end()) == (1, 1)
     assert "node 1 (" in first.message
-    assert second.message.startswith("lost the coordinator at 10.91.0.1:29500")
+    assert second.message.startswith(f"lost the coordinator at {network.addresses[0]}:29500")

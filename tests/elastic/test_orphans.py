@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.waiting import wait_until
 from wanma.elastic.workers.linux_processes import process_state
 
 SUPERVISE = """
@@ -36,7 +36,7 @@ class Victim:
         command = [sys.executable, "-c", SUPERVISE, str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         files = [folder / f"pids-{rank}" for rank in (0, 1)]
-        wait_until(lambda: all(file.exists() and " " in file.read_text() for file in files))
+        wait_until(lambda: all(" " in file.read_text() for file in files), "both ranks", 200, pause=0.02)
         pairs = [[int(pid) for pid in file.read_text().split()] for file in files]
         self.ranks, self.grandchildren = (list(column) for column in zip(*pairs, strict=True))
         self.fork_server = parent_of(self.ranks[0])
@@ -55,13 +55,6 @@ def victim(tmp_path: Path) -> Any:
     victim.clean_up()
 
 
-def wait_until(condition: Any, seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -74,7 +67,7 @@ def test_a_killed_supervisor_takes_fork_server_and_ranks_with_it(victim: Victim)
     groups = {os.getpgid(pid) for pid in (victim.process.pid, victim.fork_server, *victim.ranks)}
     assert len(groups) == 4, "a terminal's Ctrl-C reaches only the supervisor"
     victim.process.kill()
-    wait_until(lambda: all_gone([victim.fork_server, *victim.ranks]))
+    wait_until(lambda: all_gone([victim.fork_server, *victim.ranks]), "the end of all", 200)
 
 
 def test_a_killed_fork_server_takes_the_ranks_with_it_and_is_reported(victim: Victim) -> None:

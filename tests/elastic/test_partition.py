@@ -13,6 +13,7 @@ import pytest
 from support.networks import Cable, Proxy, cable, long_cable
 from support.slowness import patient
 from support.supervisors import wait_for_listener
+from support.waiting import wait_until
 from wanma.job.run.folder_claims import FolderClaims
 
 SECRET = "0123456789abcdef"
@@ -35,10 +36,7 @@ def test_a_dropped_connection_is_made_again_and_nothing_said_is_lost(
     second.wait_for_ranks()
     for count in range(2, 5):
         proxy.drop()
-        deadline = time.monotonic() + 200
-        while proxy.connections < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda count=count: proxy.connections >= count, "a new connection", 200, pause=0.01)
     proxy.drop()
     second.process.send_signal(signal.SIGINT)
     assert (first.end(), second.end()) == (130, 130), (first.lines, second.lines)
@@ -75,10 +73,7 @@ def pair(start: Any, tmp_path: Path) -> Any:
         )
         while one.until("step")["step"] < 2:
             pass
-        deadline = time.monotonic() + 200
-        while len(list(gate.iterdir())) < 2:
-            assert time.monotonic() < deadline, "a rank never came to step 3"
-            time.sleep(0.01)
+        wait_until(lambda: len(list(gate.iterdir())) >= 2, "both ranks before step 3", 200, pause=0.01)
         return one, other, (gate / "open").touch
 
     return pair

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 
 from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
 from support.injection import Fault, after_exchange, injected, struck
+from support.networks import free_address
 from support.supervisors import wait_for_listener
 from wanma.cli.main import main
 
@@ -44,8 +44,7 @@ def preempt(running: Running, marks: Path, faults: int = 1) -> Ran:
 
 
 def check_carries_on(desk: Desk, training: Training, whole: Training, step: int) -> None:
-    ran = train(desk, training.path.name)
-    ran.check()
+    ran = train(desk, training.path.name).check()
     assert f"resuming from step {step:,} of 12" in ran.out
     assert [line["step"] for line in training.metrics] == list(range(1, 13)), "each once, in order"
     assert training.losses == whole.losses[:12]
@@ -64,8 +63,7 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
     faults = after_exchange(FOREVER, 2)
     environment = injected(marks, *faults, flush_seconds=FLUSH_SECONDS)
     running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **environment)
-    ran = preempt(running, marks, len(faults))
-    ran.check(75)
+    ran = preempt(running, marks, len(faults)).check(75)
     assert "SIGTERM, 3 min 25 s until SIGKILL" in ran.out
     assert "flushed to disk: checkpoint of step 7 " in ran.out
     assert f"; uploaded to {tmp_path}/bucket" in ran.out
@@ -81,9 +79,7 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
 
 @pytest.mark.full
 def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: Desk) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    place = free_address()
     grace = (
         f"cluster.grace_seconds={5 + FLUSH_SECONDS:g}",
         "cluster.nodes=2",
@@ -111,8 +107,7 @@ def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: De
     sizes = [path.stat().st_size for path in (training.path / "checkpoints").rglob("*.safetensors")]
     assert len(sizes) == 2, "replicas: each holds all, and each wrote a part"
     assert max(sizes) < 0.7 * sum(sizes)
-    verified = desk.run("checkpoint", "verify", "nodes")
-    verified.check()
+    desk.run("checkpoint", "verify", "nodes").check()
 
 
 @pytest.mark.full
@@ -127,8 +122,7 @@ def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_di
     )
     training = desk.training("upload")
     running.until(lambda: training.steps_begun() >= 1)
-    ran = preempt(running, marks)
-    ran.check(143)
+    ran = preempt(running, marks).check(143)
     assert "the last upload did not finish" in ran.out
     [saved] = training.checkpoints()
     assert training.events[-1]["outcome"] == "interrupted"
@@ -145,8 +139,7 @@ def test_a_signal_to_every_process_of_the_job_is_an_order_to_the_supervisor(desk
                 process.send_signal(number)
         # Two signals at once may be heard in either order.
         running.until(lambda: "stopping after this step: SIGUSR1" in training.messages)
-    ran = running.end()
-    ran.check(143)
+    ran = running.end().check(143)
     assert running.left() == []
     assert "recovered" not in ran.out
     assert "stopping after this step: SIGUSR1\n" in ran.out
@@ -168,8 +161,7 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
     ):  # on a busy machine, the first may be heard late; without ranks, nobody minds signals
         running.signal(signal.SIGTERM)
         time.sleep(1.2)
-    ran = running.end()
-    ran.check(143)
+    ran = running.end().check(143)
     assert "stopping after this step: SIGUSR1\n" in ran.out
     assert "SIGTERM, 30 s until SIGKILL" in ran.out
     assert desk.training("twice").checkpoints() == []
@@ -180,7 +172,6 @@ def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk)
     marks = desk.folder / "marks-nothing"
     keys = ("checkpoint.in_memory_every_steps=off", "cluster.grace_seconds=4", "--run-dir", "nothing")
     running = desk.start("train", *COMMON, *keys, **injected(marks, FOREVER))
-    ran = preempt(running, marks)
-    ran.check(143)
+    ran = preempt(running, marks).check(143)
     assert "(cluster.grace_seconds) ended before" in ran.out
     assert desk.training("nothing").checkpoints() == []

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from support import git
 from wanma.hardware.cluster_file.node_builder import Nics
 from wanma.hardware.discovery.node import detect_nics
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / "sys/class" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    git.write(root / "sys/class", files)
     return root
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.git import write
 from wanma.job.run.resource_limits import (
     count_oom_kills,
     cpu_model,
@@ -16,13 +17,6 @@ from wanma.job.run.resource_limits import (
 )
 
 CORES = len(os.sched_getaffinity(0))
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 def test_without_cgroups_all_cores_of_the_affinity_count(tmp_path: Path) -> None:

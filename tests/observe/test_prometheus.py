@@ -17,8 +17,10 @@ import requests
 
 from support.command import Desk, Training, end_commands
 from support.dashboards import served_dashboard
+from support.networks import free_port
 from support.nodes import Machines
-from support.prometheus import Prometheus, free_port, has_prometheus, running_prometheus, wait_until
+from support.prometheus import Prometheus, has_prometheus, running_prometheus
+from support.waiting import wait_until
 from support.webhook import Webhook
 from wanma.observe.alerts.rules import RULES
 from wanma.observe.endpoint import MetricsEndpoint

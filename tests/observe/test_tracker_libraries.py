@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from support.prometheus import free_port, wait_until
+from support.networks import free_port
+from support.waiting import wait_until
 from wanma.job.run.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[2]

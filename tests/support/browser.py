@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.prometheus import wait_until
+from support.waiting import wait_until
 
 PROGRAM = shutil.which("chromium")
 FLAGS = (

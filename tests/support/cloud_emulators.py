@@ -15,7 +15,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from support.faulty_proxy import FaultyProxy, faulty_proxy
-from support.prometheus import free_port
+from support.networks import free_port
 
 FOLDER = Path(__file__).parents[2] / ".venv-emulators"
 PYTHON = FOLDER / "bin" / "python"

@@ -110,6 +110,17 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def free_address() -> str:
+    """Return HOST:PORT of this machine, with a port that is free now."""
+    return f"127.0.0.1:{free_port()}"
+
+
 class Proxy:
     """Passes connections on to `target`, until it drops them."""
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from support.networks import free_port
+from support.waiting import wait_until
 
 has_prometheus = bool(shutil.which("prometheus") and shutil.which("prometheus-alertmanager"))
 
@@ -86,22 +87,3 @@ def running_prometheus(folder: Path, rendered: Path, webhook: str = "") -> Itera
             process.terminate()
         for process in processes:
             process.wait()
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
-    """Wait until a condition holds; return its value."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if value := condition():
-                return value
-        except OSError:
-            pass
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.2)

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from support.prometheus import free_port, wait_until
+from support.networks import free_port
+from support.waiting import wait_until
 
 PYTHON = Path(__file__).parents[2] / ".venv-ray" / "bin" / "python"
 """Interpreter with ray and wanma; it exists after `make ray`."""

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from support.no_meter import NoMeter
+from support.waiting import wait_until
 from wanma.bench.measurements.measurement import Measurement
 from wanma.bench.meter.machine_meter import MachineMeter
 from wanma.bench.programs.command_program import CommandProgram
@@ -238,10 +238,7 @@ def test_the_program_ends_with_a_benchmark_that_is_terminated(tmp_path: Path) ->
     )
     bench = subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=source_environment())
     pid = tmp_path / "pid"
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(pid.read_text, "the contender", 60)
     bench.terminate()
     assert bench.wait(60) == 128 + signal.SIGTERM
     number = int(pid.read_text())

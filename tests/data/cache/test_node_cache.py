@@ -21,7 +21,7 @@ import pytest
 
 from support.cache_reader import Reader, cache_readers
 from support.faulty_proxy import SLOW_DOWN, Fault
-from support.s3_server import S3Server, s3_server
+from support.s3_server import S3Server
 from wanma.data.cache import block_store
 from wanma.data.cache.block_store import TRAILER_BYTES
 from wanma.data.cache.node_cache import NodeCache
@@ -32,12 +32,6 @@ BLOCK = 100_000
 CONTENT = random.Random(4).randbytes(950_000)
 BLOCKS = 10
 ROOMY = 100 << 20
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import tarfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 
 from support.data_files import add_member
 from support.labelled_images import label, picture
-from support.s3_server import S3Server, s3_server
+from support.s3_server import S3Server
 from wanma.data.datasets.stored_image_dataset import StoredImageDataset
 from wanma.data.formats.format import BadDataError
 from wanma.data.index.gradual_index import FileScans
@@ -25,12 +24,6 @@ from wanma.job.sections.train import TrainSection
 
 SIZES = (7, 3, 9, 5, 4, 8, 6, 2)
 TRAIN = TrainSection(steps=14, global_batch=6, seed=5)  # nearly two epochs
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture

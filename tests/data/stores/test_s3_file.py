@@ -10,13 +10,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.faulty_proxy import EXPIRED, SLOW_DOWN, Fault, Request
-from support.s3_server import S3Server, s3_server
+from support.s3_server import S3Server
 from wanma.data.stores import range_requests, remote_file
 from wanma.data.stores.client import store_traffic
 from wanma.data.stores.listing import StoredFile, list_files
@@ -26,12 +25,6 @@ from wanma.job.retry import RetryPolicy
 
 CONTENT = random.Random(1).randbytes(3_000_000)
 QUICK = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.01, deadline_seconds=60)
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture

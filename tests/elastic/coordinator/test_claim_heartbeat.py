@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
+from support.waiting import wait_until
 from wanma.elastic.coordinator.claim_heartbeat import ClaimHeartbeat
 from wanma.elastic.transport.event_loop import EventLoop
 from wanma.job.run.folder_claims import FolderClaims
 from wanma.job.run.generation_claims import Claim
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    loop = EventLoop()
-    yield loop
-    loop.close()
 
 
 def claim(generation: int, name: str) -> Claim:
@@ -45,8 +36,5 @@ def test_the_claim_that_is_one_s_own_is_kept_alive(loop: EventLoop, tmp_path: Pa
     loop.run_until(lambda: False, time.monotonic() + 0.2)
     assert FolderClaims(tmp_path).read_heartbeat(1) == before, "not before it is"
     beacon.owns_claim = True
-    deadline = time.monotonic() + 10
-    while FolderClaims(tmp_path).read_heartbeat(1) == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: FolderClaims(tmp_path).read_heartbeat(1) != before, "a heartbeat", 10)
     beacon.close()

@@ -61,13 +61,6 @@ class Alone:
 
 
 @pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    loop = EventLoop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture
 def alone(tmp_path: Path, loop: EventLoop) -> Iterator[Alone]:
     alone = Alone(tmp_path, loop)
     yield alone

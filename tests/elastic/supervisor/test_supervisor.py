@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from support.prometheus import wait_until
 from support.slowness import patient
+from support.waiting import wait_until
 from wanma.elastic import failure
 from wanma.elastic.supervisor import worker_group
 from wanma.elastic.supervisor.stop_signals import SIGNAL_REPEAT_SECONDS

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ class Reader:
     def read(self) -> list[GpuReading]:
         self.reads += 1
         return [GpuReading(0.97, 60.0, False, 3e9), GpuReading(None, None, None, 4e9)]
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    loop = EventLoop()
-    yield loop
-    loop.close()
 
 
 def run_until(loop: EventLoop, done: Any) -> None:

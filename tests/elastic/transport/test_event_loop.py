@@ -6,10 +6,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from wanma.elastic.protocol.local_messages import EventReport
 from wanma.elastic.protocol.messages import (
@@ -18,13 +15,6 @@ from wanma.elastic.protocol.messages import (
 )
 from wanma.elastic.transport.connection import Connection
 from wanma.elastic.transport.event_loop import EventLoop
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    loop = EventLoop()
-    yield loop
-    loop.close()
 
 
 def test_timers_fire_in_order_and_cancelled_ones_do_not(loop: EventLoop) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.git import git, repository, write
-from support.prometheus import wait_until
+from support.waiting import wait_until
 from wanma.engines.code import git as git_calls
 from wanma.engines.code import listing
 from wanma.engines.code.listing import list_code

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 import wanma
+from support.waiting import wait_until
 from support.wheels import make_wheel
 from wanma.engines.engine import Submission
 from wanma.engines.environment import install
@@ -238,10 +239,7 @@ def test_a_killed_builder_leaves_nothing_that_counts(tmp_path: Path) -> None:
     folder = tmp_path / "environments"
     builder = start_builder(archive, folder)
     place = folder / install.environment_name(archive.digest)
-    deadline = time.monotonic() + 60
-    while not (place / "pyvenv.cfg").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((place / "pyvenv.cfg").exists, "the begin of the installation", 60, pause=0.01)
     builder.send_signal(signal.SIGKILL)
     builder.communicate()
     assert place.exists()

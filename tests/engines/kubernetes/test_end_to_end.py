@@ -12,7 +12,7 @@ import pytest
 
 from engines.kubernetes.conftest import TEXT, Site, losses
 from support.kubernetes.cluster import IMAGE
-from support.prometheus import free_port
+from support.networks import free_port
 from wanma.api.engines.attachment import attach
 from wanma.api.engines.control import (
     cancel_run,

@@ -11,10 +11,11 @@ import torch
 from torch.testing import assert_close
 
 from support.command import Training
+from support.networks import free_port
 from support.paced_run import ENDLESS, FACTORY, Pace, last_start
-from support.prometheus import free_port, wait_until
 from support.ray_cluster import RayCluster, needs_ray, ray_cluster
 from support.run_state import describe_run
+from support.waiting import wait_until
 from wanma.job.errors import EXIT_INTERRUPTED, EXIT_USAGE
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.run_report import read_report

@@ -19,8 +19,8 @@ import pytest
 
 from support.command import Desk, Training, end_commands, small_disk
 from support.nodes import Machines
-from support.prometheus import wait_until
 from support.quick_rules import FASTER
+from support.waiting import wait_until
 from support.webhook import Webhook
 
 QUICK = [sys.executable, "-m", "support.quick_rules"]
