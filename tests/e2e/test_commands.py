@@ -41,7 +41,7 @@ def test_a_finished_run_is_listed_shown_reported_and_sampled_from(desk: Desk, wh
 
 
 def test_the_perplexity_of_text_is_recorded_and_shown(desk: Desk, whole: Training, printed: str) -> None:
-    (event,) = (event for event in whole.events if event["kind"] == "validation")
+    (event,) = whole.validations
     assert event["perplexity"] == math.exp(event["loss"])
     perplexity = f"perplexity {number_text(event['perplexity'])}"
     assert f"validation loss {number_text(event['loss'])}, {perplexity} (step 60)\n" in printed
@@ -65,16 +65,14 @@ def test_the_schema_and_the_machine_are_told(desk: Desk) -> None:
     job = desk.call("job")
     assert (job.code, job.err) == (0, "")
     assert "hang_timeout_seconds" in job.out
-    doctor = desk.call("doctor")
-    doctor.check()
+    doctor = desk.call("doctor").check()
     assert "torch" in doctor.out
 
 
 @pytest.mark.full
 def test_ones_own_loop_runs_on_two_ranks(desk: Desk) -> None:
     script = str(EXAMPLES / "own_loop.py")
-    ran = desk.run("launch", "--run-dir", "own-loop", "--ranks", "2", script)
-    ran.check()
+    desk.run("launch", "--run-dir", "own-loop", "--ranks", "2", script).check()
     training = desk.training("own-loop")
     assert [step["step"] for step in training.metrics] == list(range(1, 201))
     assert training.losses[-1] < training.losses[0] / 4
@@ -95,8 +93,7 @@ def test_a_script_that_fails_is_told_once(desk: Desk) -> None:
 @pytest.mark.full
 def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
     running = desk.start_program([sys.executable, str(EXAMPLES / "custom_model.py")])
-    ran = running.end()
-    ran.check()
+    ran = running.end().check()
     assert "sin(2) is off by 0.0" in ran.out
     assert desk.training("runs/custom-model").metrics[-1]["step"] == 400
     shutil.rmtree(desk.folder / "runs")
@@ -105,8 +102,7 @@ def test_a_model_and_data_of_ones_own_train_from_python(desk: Desk) -> None:
 @pytest.mark.full
 def test_daily_updates_rank_the_next_day_better_than_none(tmp_path: Path) -> None:
     files = [str(EXAMPLES / name) for name in ("recommender_daily.py", "recommender-daily.toml")]
-    ran = Desk(tmp_path, modules=EXAMPLES).start_program([sys.executable, *files]).end()
-    ran.check()
+    ran = Desk(tmp_path, modules=EXAMPLES).start_program([sys.executable, *files]).end().check()
     days = re.findall(r"AUC ([\d.]+) with updates, ([\d.]+) without", ran.out)
     assert len(days) == 2
     assert all(float(updated) > float(first) for updated, first in days)

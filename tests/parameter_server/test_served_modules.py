@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support.command import Desk, Training
+from support.server_jobs import ASYNCHRONOUS, DLRM, GPT
 from support.server_runs import Run
 from wanma.checkpoint.load.reader import find_newest_valid
 from wanma.job.errors import WanmaError
@@ -44,62 +45,29 @@ every_steps = 4
 log_every_steps = 1
 console = "plain"
 """
-GPT = """\
-[model]
-family = "decoder"
-layers = 2
-hidden = 32
-heads = 2
-[data]
-text = ["corpus"]
-sequence_length = 32
-cache = "cache"
-[train]
-steps = 6
+GPT_END = """\
 global_batch = 8
-learning_rate = 1e-2
-optimizer = "sgd"
 [observe]
 console = "plain"
 """
-DLRM = """\
-[model]
-family = "recommender"
-kind = "dlrm"
-[model.recommender]
-embedding = 8
-[data]
-path = "synthetic:100x150x4000"
-[data.interactions]
-target = "click"
-positive_from = 4
-[train]
+DLRM_END = """\
 steps = 6
 global_batch = 32
-learning_rate = 1e-2
 embedding_optimizer = "adagrad"
 optimizer = "sgd"
 [observe]
 console = "plain"
 """
 SERVED = ("servers.count=2", "parallel.dp_replicate=2", "parallel.micro_batch=4")
-ASYNCHRONOUS = ("servers.mode=asynchronous", 'parallel.allow=["staleness"]')
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     desk = Desk(tmp_path_factory.mktemp("served"), Path(__file__).parents[1])
-    for name, text in (("own", OWN), ("gpt", GPT), ("dlrm", DLRM)):
+    jobs = {"own": OWN, "gpt": GPT + GPT_END, "dlrm": DLRM + DLRM_END}
+    for name, text in jobs.items():
         (desk.folder / f"{name}.toml").write_text(text)
     return desk
-
-
-def trained(desk: Desk, job: str, name: str, *overrides: str) -> Training:
-    """The finished run `name`, trained once for all tests."""
-    training = desk.training(name)
-    if not training.path.exists():
-        desk.run("train", f"{job}.toml", "--run-dir", name, *overrides).check()
-    return training
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -108,10 +76,6 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
         assert name.startswith("optimizer.never"), name
         assert not one.get(name, other.get(name)).any(), name  # type: ignore[union-attr]
     return max(float((one[n].double() - other[n].double()).abs().max()) for n in one.keys() & other.keys())
-
-
-def validations(training: Training) -> list[float]:
-    return [event["loss"] for event in training.events if event["kind"] == "validation"]
 
 
 @pytest.mark.parametrize(
@@ -125,10 +89,10 @@ def validations(training: Training) -> list[float]:
 def test_synchronous_servers_train_a_user_s_module_with_its_loss_as_one_process(
     desk: Desk, keys: tuple[str, ...]
 ) -> None:
-    alone = trained(desk, "own", "own-alone", "parallel.micro_batch=8")
-    served = trained(desk, "own", f"own-{'-'.join(keys).replace('.', '-').replace('=', '-')}", *keys)
+    alone = desk.trained("own", "own-alone", "parallel.micro_batch=8")
+    served = desk.trained("own", f"own-{'-'.join(keys).replace('.', '-').replace('=', '-')}", *keys)
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=1e-6)
-    assert np.allclose(validations(served), validations(alone), rtol=0, atol=1e-6)
+    assert np.allclose(served.validation_losses, alone.validation_losses, rtol=0, atol=1e-6)
     state = served.state()
     assert largest_difference(state, alone.state()) <= 1e-6
     assert 0 < state["optimizer.rare.step"] < 8, "it had no gradient in some steps"
@@ -138,7 +102,7 @@ def test_synchronous_servers_train_a_user_s_module_with_its_loss_as_one_process(
 
 
 def test_a_checkpoint_of_a_user_s_module_loads_on_servers_and_without(desk: Desk) -> None:
-    whole = trained(desk, "own", "own-alone", "parallel.micro_batch=8")
+    whole = desk.trained("own", "own-alone", "parallel.micro_batch=8")
     before = ("train.steps=4", "train.schedule_factory=support.served:halved_in_8")
     for first, then in ((SERVED, ("parallel.micro_batch=8",)), (("parallel.micro_batch=8",), SERVED)):
         name = f"own-resumed-{len(first)}"
@@ -156,8 +120,8 @@ def test_synchronous_servers_train_in_bf16_as_one_process(
     desk: Desk, job: str, alone_keys: tuple[str, ...]
 ) -> None:
     keys = ("train.precision=bf16", f"parallel.micro_batch={16 if job == 'dlrm' else 4}")
-    alone = trained(desk, job, f"{job}-bf16-alone", *keys, *alone_keys)
-    served = trained(desk, job, f"{job}-bf16", *SERVED[:2], *keys)
+    alone = desk.trained(job, f"{job}-bf16-alone", *keys, *alone_keys)
+    served = desk.trained(job, f"{job}-bf16", *SERVED[:2], *keys)
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=1e-6)
     assert largest_difference(served.state(), alone.state()) <= 1e-6
 
@@ -169,15 +133,15 @@ def test_synchronous_servers_train_in_bf16_as_one_process(
 def test_synchronous_servers_train_beside_frozen_parameters_as_one_process(
     desk: Desk, job: str, frozen: str
 ) -> None:
-    alone = trained(desk, job, f"{job}-frozen-alone", frozen, "parallel.micro_batch=8")
-    served = trained(desk, job, f"{job}-frozen", frozen, *SERVED)
+    alone = desk.trained(job, f"{job}-frozen-alone", frozen, "parallel.micro_batch=8")
+    served = desk.trained(job, f"{job}-frozen", frozen, *SERVED)
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=1e-6)
     assert largest_difference(served.state(), alone.state()) <= 1e-6
 
 
 def test_servers_follow_a_schedule_of_the_user_s(desk: Desk) -> None:
     keys = ("servers.count=1", "train.schedule_factory=support.served:halved", "train.steps=2")
-    training = trained(desk, "gpt", "gpt-schedule", *keys)
+    training = desk.trained("gpt", "gpt-schedule", *keys)
     rates = [step["learning_rate"] for step in training.metrics]
     assert rates == pytest.approx([1e-2, 1e-2 * 0.5**0.5])
 
@@ -185,8 +149,8 @@ def test_servers_follow_a_schedule_of_the_user_s(desk: Desk) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_asynchronous_workers_train_a_user_s_module_with_its_loss(desk: Desk, precision: str) -> None:
     keys = (*SERVED[:2], *ASYNCHRONOUS, f"train.precision={precision}", "train.steps=60")
-    training = trained(desk, "own", f"own-asynchronous-{precision}", *keys)
-    losses = validations(training)
+    training = desk.trained("own", f"own-asynchronous-{precision}", *keys)
+    losses = training.validation_losses
     assert len(training.metrics) == 60
     assert losses[-1] < losses[0]
     assert training.state()["model.norm.running_mean"].any()
@@ -226,7 +190,7 @@ if __name__ == "__main__":
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True, timeout=240)
     alone, served = (Training(tmp_path / name) for name in ("alone", "served"))
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=1e-6)
-    assert np.allclose(validations(served), validations(alone), rtol=0, atol=1e-6)
+    assert np.allclose(served.validation_losses, alone.validation_losses, rtol=0, atol=1e-6)
     assert largest_difference(served.state(), alone.state()) <= 1e-6
 
 

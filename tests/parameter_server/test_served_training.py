@@ -16,6 +16,7 @@ from support.command import Desk, Running, Training, small_disk
 from support.labelled_images import write_folder
 from support.networks import Cable, cable, ip, long_cable
 from support.nodes import Machines
+from support.server_jobs import ASYNCHRONOUS, DLRM, GPT
 from wanma.api.run.parameter_servers import _network_access
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.job.file.loading import to_job
@@ -37,38 +38,13 @@ global_batch = 48
 learning_rate = 1e-2
 validate_every_steps = 20
 """,
-    "dlrm": """\
-[model]
-family = "recommender"
-kind = "dlrm"
-[model.recommender]
-embedding = 8
-[data]
-path = "synthetic:100x150x4000"
-[data.interactions]
-target = "click"
-positive_from = 4
-[train]
+    "dlrm": f"""{DLRM}\
 steps = 8
 global_batch = 50
-learning_rate = 1e-2
 validate_every_steps = 4
 """,
-    "gpt": """\
-[model]
-family = "decoder"
-layers = 2
-hidden = 32
-heads = 2
-[data]
-text = ["corpus"]
-sequence_length = 32
-cache = "cache"
-[train]
-steps = 6
+    "gpt": f"""{GPT}\
 global_batch = 14
-learning_rate = 1e-2
-optimizer = "sgd"  # AdamW makes rounding of gradients near zero as large as any other
 validate_every_steps = 3
 """,
     "cnn": """\
@@ -137,7 +113,6 @@ SECRET = {SECRET_VARIABLE: "0123456789abcdef"}
 SPREAD = ("cluster.nodes=2", "servers.count=2", "parallel.dp_replicate=2")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "movielens-servers.toml"
 MOVIELENS = Path(__file__).parents[3] / "shared" / "data" / "movielens-100k-ratings.tsv"
-ASYNCHRONOUS = ("servers.mode=asynchronous", 'parallel.allow=["staleness"]')
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +135,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     for number in (2, 11, 14, 23):  # the second half of a batch has as many as the first
         pictures[number].write_bytes(pictures[number].read_bytes()[:-30])
     return desk
-
-
-def trained(desk: Desk, job: str, name: str, *overrides: str) -> Training:
-    """The finished run `name`, trained once for all tests."""
-    training = desk.training(name)
-    if not training.path.exists():
-        desk.run("train", f"{job}.toml", "--run-dir", name, *overrides).check()
-    return training
 
 
 def largest_difference(one: Training, other: Training) -> float:
@@ -197,10 +164,10 @@ def start_until(desk: Desk, training: Training, steps: int, *overrides: str) -> 
 def test_synchronous_servers_train_the_numbers_of_one_process(
     desk: Desk, job: str, servers: int, workers: int
 ) -> None:
-    alone = trained(desk, job, f"{job}-alone")
+    alone = desk.trained(job, f"{job}-alone")
     micro_batch = 4 if job == "cnn" else 16
     keys = (f"servers.count={servers}", f"parallel.dp_replicate={workers}")
-    served = trained(desk, job, f"{job}-{servers}-{workers}", *keys, f"parallel.micro_batch={micro_batch}")
+    served = desk.trained(job, f"{job}-{servers}-{workers}", *keys, f"parallel.micro_batch={micro_batch}")
     assert np.allclose(served.losses, alone.losses, rtol=0, atol=2e-6)
     assert largest_difference(served, alone) <= 1e-6
 
@@ -221,9 +188,8 @@ def test_servers_update_used_rows_of_tables_as_ranks_that_hold_the_tables(
 ) -> None:
     groups = "train.parameter_groups=[{match='*item*', learning_rate_scale=0.5, weight_decay=0.1}]"
     keys = (f"train.embedding_optimizer={optimizer}", groups)
-    alone = trained(desk, "dlrm", f"dlrm-{optimizer}-alone", *keys, "parallel.embedding=row_wise")
-    served = trained(
-        desk,
+    alone = desk.trained("dlrm", f"dlrm-{optimizer}-alone", *keys, "parallel.embedding=row_wise")
+    served = desk.trained(
         "dlrm",
         f"dlrm-{optimizer}-{replicas}",
         *keys,
@@ -276,7 +242,7 @@ def start_nodes(both: Machines, steps: int) -> None:
 
 def test_servers_on_two_nodes_train_the_numbers_of_one_process(desk: Desk) -> None:
     keys = ("train.embedding_optimizer=adam", "parallel.micro_batch=16")
-    alone = trained(desk, "dlrm", "dlrm-two-alone", keys[0], "parallel.embedding=row_wise")
+    alone = desk.trained("dlrm", "dlrm-two-alone", keys[0], "parallel.embedding=row_wise")
     both = nodes_of(desk, "dlrm-two", "dlrm.toml", "servers.replicas=2", *keys)
     start_nodes(both, 1)
     for ran in both.end():
@@ -290,7 +256,7 @@ def test_servers_on_two_nodes_train_the_numbers_of_one_process(desk: Desk) -> No
 @pytest.mark.full
 @pytest.mark.root
 def test_sixteen_shards_of_a_log_train_on_two_sites_the_numbers_of_one_process(desk: Desk) -> None:
-    alone = trained(desk, "videos", "videos-alone", "parallel.embedding=row_wise")
+    alone = desk.trained("videos", "videos-alone", "parallel.embedding=row_wise")
     with long_cable(0.01) as between:
         both = NodesOnCable(
             desk, between, "videos-sites", "videos.toml", "parallel.dp_replicate=16", **SECRET
@@ -302,36 +268,21 @@ def test_sixteen_shards_of_a_log_train_on_two_sites_the_numbers_of_one_process(d
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_lost_node_comes_back_with_its_servers_and_workers(desk: Desk, replicas: int) -> None:
-    both = nodes_of(
-        desk,
-        f"lost-node-{replicas}",
-        "ratings.toml",
-        f"servers.replicas={replicas}",
-        "checkpoint.every_steps=5",
-    )
+@pytest.mark.parametrize(("node", "replicas"), [(1, 1), (1, 2), (0, 2)])
+def test_a_lost_node_comes_back_with_its_servers_and_workers(desk: Desk, node: int, replicas: int) -> None:
+    """The run of a lost rank 0 goes on from its checkpoint."""
+    keys = (f"servers.replicas={replicas}", "checkpoint.every_steps=5")
+    both = nodes_of(desk, f"lost-node-{node}-{replicas}", "ratings.toml", *keys)
     start_nodes(both, 12)
-    both.lose(1)
-    both.start(1)
+    both.lose(node)
+    both.start(node)
     for ran in both.end():
         ran.check()
-    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
-    if replicas == 2:
+    assert largest_difference(both.training, desk.trained("ratings", "ratings-alone")) <= 1e-6
+    if node == 1 and replicas == 2:
         (recovery,) = (event for event in both.training.events if event["kind"] == "recovery")
         is_whole = recovery["repeated_steps"] == 0
         assert is_whole or recovery["source"] == "checkpoint", "it may be lost in the middle of an update"
-
-
-@pytest.mark.full
-def test_a_run_goes_on_from_its_checkpoint_when_rank_0_s_node_is_back(desk: Desk) -> None:
-    both = nodes_of(desk, "lost-first", "ratings.toml", "servers.replicas=2", "checkpoint.every_steps=5")
-    start_nodes(both, 12)
-    both.lose(0)
-    both.start(0)
-    for ran in both.end():
-        ran.check()
-    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -349,7 +300,7 @@ def test_a_network_that_is_away_for_a_while_loses_no_update(desk: Desk, seconds:
         for ran in both.end():
             ran.check()
     assert [step["step"] for step in both.training.metrics] == list(range(1, 41))
-    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(both.training, desk.trained("ratings", "ratings-alone")) <= 1e-6
     if replicas == 2:
         recoveries = [event for event in both.training.events if event["kind"] == "recovery"]
         assert [event["repeated_steps"] for event in recoveries] == [0] * len(recoveries)
@@ -375,7 +326,7 @@ def test_a_worker_and_a_holder_wait_for_the_network_to_a_server_that_the_coordin
             ran.check()
     assert server_process(both.training, 0) == process
     assert "recovery" not in {event["kind"] for event in both.training.events}
-    assert largest_difference(both.training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(both.training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 def listening_port(process: int) -> int:
@@ -402,7 +353,7 @@ def test_servers_join_and_leave_a_run_by_a_command(desk: Desk) -> None:
     running.end().check()
     assert running.left() == []
     assert [step["step"] for step in training.metrics] == list(range(1, 3001))
-    alone = trained(desk, "ratings", "ratings-long", *keys[2:])
+    alone = desk.trained("ratings", "ratings-long", *keys[2:])
     assert largest_difference(training, alone) <= 1e-5
     ran = desk.call("resize", "moved", "--servers", "3")
     assert ran.code == 2, "it has ended"
@@ -424,7 +375,7 @@ def test_a_request_that_a_run_cannot_follow_is_refused(
 
 @pytest.mark.full
 def test_a_checkpoint_of_servers_loads_without_servers_and_the_other_way_round(desk: Desk) -> None:
-    alone = trained(desk, "ratings", "ratings-alone")
+    alone = desk.trained("ratings", "ratings-alone")
     half = ("train.steps=40", "train.schedule=constant", "checkpoint.every_steps=20")
     for first, then in ((("servers.count=2",), ("servers.count=0",)), ((), ("servers.count=3",))):
         name = f"resumed-{len(first)}"
@@ -434,7 +385,7 @@ def test_a_checkpoint_of_servers_loads_without_servers_and_the_other_way_round(d
             "train", "ratings.toml", "--run-dir", name, *half, *then, "checkpoint.resume=changed"
         ).check()
         assert training.metrics[-1]["step"] == len(alone.metrics)
-        whole = trained(desk, "ratings", "ratings-constant", *half)
+        whole = desk.trained("ratings", "ratings-constant", *half)
         assert largest_difference(training, whole) <= 1e-6
 
 
@@ -450,7 +401,7 @@ def test_a_killed_server_loses_no_acknowledged_update(desk: Desk, server: int, k
     assert [step["step"] for step in training.metrics] == list(range(1, 41))
     assert "recovery" not in {event["kind"] for event in training.events}, "no worker was restarted"
     if len(keys) == 1:
-        assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+        assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -468,7 +419,7 @@ def test_a_killed_worker_repeats_no_step(desk: Desk, rank: int, keys: tuple[str,
     assert recovery["repeated_steps"] == 0
     assert training.metrics[-1]["step"] == 40
     if not keys:
-        assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+        assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -487,7 +438,7 @@ def test_a_killed_worker_loses_no_batch_statistics(desk: Desk, rank: int) -> Non
     assert running.left() == []
     assert [step["step"] for step in training.metrics] == list(range(1, 9))
     # One process may differ: rounding decides the gradient of activations near the kink of ReLU.
-    whole = trained(desk, "cnn", "cnn-served", *keys)
+    whole = desk.trained("cnn", "cnn-served", *keys)
     assert largest_difference(training, whole) <= 1e-6
 
 
@@ -513,7 +464,7 @@ def test_a_chief_killed_again_and_again_while_it_saves_loses_nothing(desk: Desk)
     running.end().check()
     assert running.left() == []
     assert [step["step"] for step in training.metrics] == list(range(1, 41))
-    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -527,7 +478,7 @@ def test_a_killed_server_without_another_holder_costs_the_steps_since_the_checkp
     recoveries = [event for event in training.events if event["kind"] == "recovery"]
     assert [event["source"] for event in recoveries] == ["checkpoint"]
     assert recoveries[0]["repeated_steps"] < 5
-    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -555,7 +506,7 @@ def test_worker_0_holds_what_the_servers_hold_once(desk: Desk) -> None:
     wide = ("model.recommender.tables={user=1_000_000}", "model.recommender.embedding=32")
     keys = ("servers.count=1", "train.embedding_optimizer=adam", "train.steps=4")
     pauses = ("train.validate_every_steps=2", "checkpoint.every_steps=4")
-    training = trained(desk, "ratings", "held-once", *wide, *keys, *pauses)
+    training = desk.trained("ratings", "held-once", *wide, *keys, *pauses)
     first, *_, last = (step["memory_bytes"] for step in training.metrics)
     held = 4 * 1_000_000 * 33 * 3  # embeddings and biases, and their moments
     assert last - first < held / 4
@@ -564,7 +515,7 @@ def test_worker_0_holds_what_the_servers_hold_once(desk: Desk) -> None:
 @pytest.mark.full
 def test_no_update_of_a_bounded_run_misses_more_than_the_bound(desk: Desk) -> None:
     bounded = ("servers.mode=bounded", "servers.staleness=1", ASYNCHRONOUS[1])
-    training = trained(desk, "ratings", "bounded", "servers.count=2", "parallel.dp_replicate=3", *bounded)
+    training = desk.trained("ratings", "bounded", "servers.count=2", "parallel.dp_replicate=3", *bounded)
     assert len(training.metrics) == 40
     assert {step["staleness"] for step in training.metrics} <= {0, 1}
     before, *others = training.metrics[19:]  # all pause after step 20
@@ -578,8 +529,7 @@ def test_asynchronous_workers_predict_ratings_of_movielens_as_well_as_synchronou
     errors = []
     for name, keys in (("async", ()), ("sync", ("servers.mode=synchronous", "parallel.allow=[]"))):
         desk.run("train", str(EXAMPLE), "--run-dir", name, f"data.path={MOVIELENS}", *keys).check()
-        validations = [one for one in desk.training(name).events if one["kind"] == "validation"]
-        errors.append(validations[-1]["metrics"]["rmse"])
+        errors.append(desk.training(name).validations[-1]["metrics"]["rmse"])
     assert errors[0] <= 1.01 * errors[1]
     assert max(errors) <= 0.94
 
@@ -593,7 +543,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_same_command_carries_on(desk
     running.end()
     assert running.left() == []
     desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
-    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -607,7 +557,7 @@ def test_both_holders_of_a_shard_killed_end_the_run_and_the_same_command_carries
     assert re.search(r"parameter server [01] ended by signal 9", ran.text)
     assert running.left() == []
     desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
-    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -620,7 +570,7 @@ def test_ctrl_c_saves_what_the_servers_hold_and_the_same_command_carries_on(desk
     assert running.left() == []
     assert training.checkpoints() == [f"step-{len(training.metrics):08d}"]
     desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
-    assert largest_difference(training, trained(desk, "ratings", "ratings-alone")) <= 1e-6
+    assert largest_difference(training, desk.trained("ratings", "ratings-alone")) <= 1e-6
 
 
 @pytest.mark.full
@@ -641,7 +591,7 @@ def test_a_full_disk_ends_the_run_with_one_error_and_the_same_command_carries_on
         assert ran.code not in (0, 130)
         assert "no space" in ran.text.lower()
     desk.run("train", "ratings.toml", "--run-dir", training.path.name, *keys).check()
-    alone = trained(desk, "ratings", "ratings-wide", keys[-1])
+    alone = desk.trained("ratings", "ratings-wide", keys[-1])
     assert largest_difference(training, alone) <= 1e-6
 
 

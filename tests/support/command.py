@@ -164,6 +164,13 @@ class Desk:
     def training(self, name: str) -> Training:
         return Training(self.folder / name)
 
+    def trained(self, job: str, name: str, *overrides: str) -> Training:
+        """The finished run `name` of the job file `job`.toml, trained once for all tests that ask for it."""
+        training = self.training(name)
+        if not training.path.exists():
+            self.run("train", f"{job}.toml", "--run-dir", name, *overrides).check()
+        return training
+
 
 _DESKS: list[Desk] = []
 
@@ -256,6 +263,14 @@ class Training:
     @property
     def events(self) -> list[dict[str, Any]]:
         return list(self._lines("events.jsonl"))
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == "validation"]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [event["loss"] for event in self.validations]
 
     @property
     def losses(self) -> list[float]:

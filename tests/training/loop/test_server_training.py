@@ -10,30 +10,20 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk, Training, assert_bitwise_equal
+from support.server_jobs import DLRM
 from wanma.checkpoint.load.reader import CheckpointReader
 
-JOB = """\
-[model]
-family = "recommender"
-kind = "dlrm"
-[model.recommender]
-embedding = 8
-tables = {user = 3000}
-[data]
-path = "synthetic:100x150x4000"
-[data.interactions]
-target = "click"
-positive_from = 4
-[train]
+JOB = f"""{DLRM}\
 steps = 8
 global_batch = 50
-learning_rate = 1e-2
 schedule = "constant"
 validate_every_steps = 4
 embedding_optimizer = "adam"
 [checkpoint]
 every_steps = 2
 keep = 9
+[model.recommender.tables]
+user = 3000
 [parallel]
 dp_replicate = 2
 micro_batch = 25
@@ -57,12 +47,11 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 @pytest.fixture(scope="module")
 def in_memory(desk: Desk) -> Training:
-    desk.run("train", "job.toml", "--run-dir", "in-memory").check()
-    return desk.training("in-memory")
+    return desk.trained("job", "in-memory")
 
 
-def validations(training: Training) -> list[dict[str, float]]:
-    return [event["metrics"] for event in training.events if event["kind"] == "validation"]
+def metrics_of(training: Training) -> list[dict[str, float]]:
+    return [event["metrics"] for event in training.validations]
 
 
 def test_tables_in_a_file_have_the_bits_of_tables_in_memory_and_resume(
@@ -73,7 +62,7 @@ def test_tables_in_a_file_have_the_bits_of_tables_in_memory_and_resume(
     desk.run(*run, "checkpoint.resume=changed").check()
     on_disk = desk.training("on-disk")
     assert on_disk.losses == in_memory.losses
-    assert validations(on_disk) == validations(in_memory)
+    assert metrics_of(on_disk) == metrics_of(in_memory)
     assert_bitwise_equal(on_disk.state(), in_memory.state())
 
 
