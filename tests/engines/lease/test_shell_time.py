@@ -81,7 +81,7 @@ def test_nothing_holds_the_terminal_of_a_shell_that_has_ended() -> None:
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     waiting = select.poll()  # select takes no descriptor from 1,024 on, and this process may have many
-    waiting.register(ours)
+    waiting.register(ours, select.POLLIN | select.POLLHUP)
     assert waiting.poll(30_000), "the end of the output"
     assert process.wait(60) == 5
     os.close(ours)

@@ -58,7 +58,7 @@ print(*count())
 
 
 @pytest.mark.skipif(
-    not torch.set_flush_denormal(False), reason="the processor computes with denormal numbers"
+    not torch.set_flush_denormal(False), reason="the processor cannot flush denormal numbers to zero"
 )
 def test_denormal_numbers_are_zero_in_all_threads_forward_and_backward() -> None:
     found = subprocess.run(
