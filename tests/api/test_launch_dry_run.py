@@ -42,8 +42,7 @@ def check_nothing_started(desk: Desk) -> None:
 
 def test_a_start_in_the_foreground_shows_command_devices_and_price(desk: Desk) -> None:
     options = ("--dry-run", "--ranks", "2", "--set", "cluster.file=cluster.toml")
-    ran = desk.call("launch", *options, "script.py", "--lr", "1")
-    ran.check()
+    ran = desk.call("launch", *options, "script.py", "--lr", "1").check()
     found = rows(ran.out)
     assert found["devices"].startswith("1 node of 8 × H100 SXM")
     assert "2 ranks on it" in found["devices"]
@@ -57,8 +56,7 @@ def test_a_start_in_the_foreground_shows_command_devices_and_price(desk: Desk) -
 
 def test_nodes_multiply_the_price_and_without_a_price_it_is_unknown(desk: Desk) -> None:
     options = ("launch", "--dry-run", "--ranks", "2", "--nodes", "3")
-    ran = desk.call(*options, "--set", "cluster.file=cluster.toml", "script.py")
-    ran.check()
+    ran = desk.call(*options, "--set", "cluster.file=cluster.toml", "script.py").check()
     assert rows(ran.out)["price"] == "73.50 per hour"
     assert "on each of 3 nodes" in ran.out
     ran = desk.call(*options, "script.py")
@@ -67,8 +65,7 @@ def test_nodes_multiply_the_price_and_without_a_price_it_is_unknown(desk: Desk) 
 
 
 def test_a_detached_start_shows_its_command_too(desk: Desk) -> None:
-    ran = desk.call("launch", "-d", "--dry-run", "--ranks", "2", "script.py")
-    ran.check()
+    ran = desk.call("launch", "-d", "--dry-run", "--ranks", "2", "script.py").check()
     assert "2 ranks on it" in rows(ran.out)["devices"]
     assert "Submission to local" in ran.out
     check_nothing_started(desk)

@@ -44,8 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_scripts_metrics_and_its_use_of_the_machine_are_shown(tmp_path: Path) -> None:
     desk = Desk(tmp_path, modules=tmp_path)
     (tmp_path / "logs.py").write_text(LOGS)
-    ran = desk.run("launch", "--ranks", "2", "logs.py")
-    ran.check()
+    ran = desk.run("launch", "--ranks", "2", "logs.py").check()
     assert ran.out.count("] False\n") == 2, "wanma.log needs no torch"
     run = tmp_path / "runs" / "logs"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -26,8 +26,7 @@ def uninterrupted(desk: Desk, plan: tuple[str, ...] = ()) -> Training:
     key = (str(desk.folder), *plan)
     if key not in _whole:
         name = f"whole-{len(_whole)}"
-        ran = desk.run("train", "text.toml", "--run-dir", name, *plan)
-        ran.check()
+        ran = desk.run("train", "text.toml", "--run-dir", name, *plan).check()
         _whole[key] = desk.training(name)
         _printed[name] = ran.out
     return _whole[key]

@@ -134,8 +134,7 @@ def folder(desk: Desk) -> Path:
 )
 def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED[name]
-    ran = desk.call("train", *arguments)
-    ran.check(2)
+    ran = desk.call("train", *arguments).check(2)
     for fragment in fragments:
         assert fragment in ran.told_once()
     assert not (folder / "runs").exists()
@@ -150,8 +149,7 @@ def test_refused_before_anything_is_started_or_written(desk: Desk, folder: Path,
 )
 def test_refused_by_the_ranks_in_the_words_of_the_job(desk: Desk, folder: Path, name: str) -> None:
     arguments, fragments = REFUSED_BY_RANKS[name]
-    ran = desk.run("train", *arguments, "--run-dir", f"refused {name}")
-    ran.check(2)
+    ran = desk.run("train", *arguments, "--run-dir", f"refused {name}").check(2)
     for fragment in fragments:
         assert fragment in ran.told_once()
     assert "rank 0 (" not in ran.text, "every rank says the same"
@@ -206,8 +204,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert "--run-dir DIR" in ran.text
     assert_bitwise_equal(finished.state(), whole.state())
     assert (finished.path / "job.toml").read_text() == (whole.path / "job.toml").read_text()
-    sampled = desk.call("sample", finished.path.name, "--prompt", "def ", "--tokens", "2")
-    sampled.check()
+    desk.call("sample", finished.path.name, "--prompt", "def ", "--tokens", "2").check()
     again = desk.call("show", finished.path.name).out
     assert again.startswith(f"{finished.path.name}: Finished: 60 of 60 steps.")
     assert again.startswith(shown.rstrip("\n")), "what it said before, and a note"

@@ -43,8 +43,7 @@ def test_replicas_import_nothing_that_splits_or_compiles(desk: Desk, tmp_path: P
     (tmp_path / "sitecustomize.py").write_text(WATCH.format(modules=UNUSED_MODULES, file=str(found)))
     sizes = ("parallel.dp_replicate=1", override, "train.steps=2")
     command = ("train", "text.toml", "--run-dir", tmp_path.name, *sizes)
-    ran = desk.start(*command, PYTHONPATH=str(tmp_path)).end()
-    ran.check()
+    desk.start(*command, PYTHONPATH=str(tmp_path)).end().check()
     text = found.read_text() if found.exists() else ""
     if override.startswith("parallel.tp"):
         assert "torch.distributed.tensor" in text

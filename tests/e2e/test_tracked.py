@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk, end_commands
-from support.prometheus import wait_until
+from support.waiting import wait_until
 
 TRACKER = """
 import json, time

@@ -38,8 +38,7 @@ def whole_of(shared_desk: Desk) -> Callable[[tuple[str, ...]], Training]:
             name = f"whole-{len(made)}"
             every = [f"checkpoint.{key}={STEPS}" for key in ("every_steps", "keep_every_steps")]
             words = (f"train.steps={WHOLE_STEPS}", *every, "checkpoint.in_memory_every_steps=off", *overrides)
-            ran = shared_desk.run("train", *COMMON, *words, "--run-dir", name)
-            ran.check()
+            shared_desk.run("train", *COMMON, *words, "--run-dir", name).check()
             made[overrides] = shared_desk.training(name)
         return made[overrides]
 

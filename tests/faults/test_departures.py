@@ -41,8 +41,7 @@ SLOW = Fault("slow", rank=0, step=5, generation=1, argument="0.4")
 @pytest.fixture(scope="module")
 def untroubled(shared_desk: Desk) -> Training:
     """The run on one machine, as one process."""
-    ran = shared_desk.run("train", *JOB, "--run-dir", "untroubled-leave")
-    ran.check()
+    shared_desk.run("train", *JOB, "--run-dir", "untroubled-leave").check()
     return shared_desk.training("untroubled-leave")
 
 
@@ -130,8 +129,7 @@ def test_two_of_three_at_once_drain_the_run(desk: Desk, untroubled: Training) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_coordinator_s_node_leaves(desk: Desk, untroubled: Training, number: signal.Signals) -> None:
     three = Gang(desk, f"host-{number.name}", SLOW, words=SHARDED)
-    left = three.leave(0, number).end()
-    left.check(143)
+    left = three.leave(0, number).end().check(143)
     assert three.running.pop(0).left() == []
     second, third = three.end()
     check_whole(second, three.training, untroubled)
@@ -193,8 +191,7 @@ def test_a_second_signal_is_a_loss(desk: Desk, untroubled: Training) -> None:
     asked = three.leave(2)
     assert asked.until(lambda: len(struck(three.marks)) == 2), "the first is heard"
     time.sleep(SIGNAL_REPEAT_SECONDS[signal.SIGTERM])
-    left = three.leave(2).end()
-    left.check(143)
+    three.leave(2).end().check(143)
     three.running.pop(2)
     first, _ = three.end()
     check_whole(first, three.training, untroubled)

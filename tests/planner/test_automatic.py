@@ -320,14 +320,20 @@ def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> Non
 # ------------------------------------------------------------------ unlike devices
 
 
-def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
-    mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
-    where = {"nodes": 2, "rendezvous": "a:1"}
-    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
+MIXED = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
+
+
+def on_unlike_devices(parallel: dict[str, Any] | None = None, **sections: Any) -> PlanningInputs:
+    asked = job({"auto": True, **(parallel or {})}, **sections)
     few = replace(SMALL, layers=2)
-    found = search_plans(
-        PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
-    )
+    return PlanningInputs(asked, MIXED, compute_decoder_workload(few, SEQUENCE), few)
+
+
+BOTH = {"cluster": {"nodes": 2, "rendezvous": "a:1"}, "train": {"global_batch": 512}}
+
+
+def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
+    found = search_plans(on_unlike_devices(**BOTH), world_sizes=(16,))
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
     assert all("are not supported yet" in (one.unsupported_reason or "") for one in placed)
@@ -337,10 +343,7 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
     first = best.batch_shares[: best.data_parallel_size // 2]
     last = best.batch_shares[best.data_parallel_size // 2 :]
     assert min(first) > max(last), "the H100s are the first machine"
-    kept = search_plans(
-        PlanningInputs(job({"auto": True, **FEW}), mixed, compute_decoder_workload(few, SEQUENCE), few),
-        world_sizes=(16,),
-    )
+    kept = search_plans(on_unlike_devices(FEW), world_sizes=(16,))
     assert not any(one.plan.placement for one in kept.candidates)
 
 
@@ -372,30 +375,20 @@ def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
 
 
 def test_model_flops_utilization_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:
-    mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
-    where = {"nodes": 2, "rendezvous": "a:1"}
-    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
-    few = replace(SMALL, layers=2)
-    found = search_plans(
-        PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
-    )
-    peaks = [node.devices[0].peak_flops_per_second[asked.train.precision] for node in mixed.nodes]
-    flops = compute_decoder_workload(few, SEQUENCE).flops_per_sample * 512
+    inputs = on_unlike_devices(**BOTH)
+    found = search_plans(inputs, world_sizes=(16,))
+    precision = inputs.job.train.precision
+    peaks = [node.devices[0].peak_flops_per_second[precision] for node in MIXED.nodes]
+    flops = inputs.workload.flops_per_sample * 512
     shares = [one.forecast for one in found.supported[:3]]
-    even = Plan(dp_replicate=16, micro_batch=4, precision=asked.train.precision, device="cuda")
-    alike = forecast_plan(build_problem(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), even)
+    even = Plan(dp_replicate=16, micro_batch=4, precision=precision, device="cuda")
+    alike = forecast_plan(build_problem(inputs.job, MIXED, inputs.workload, inputs.dimensions), even)
     for one in (*shares, alike):
         assert one.model_flops_utilisation == pytest.approx(flops / one.step.seconds / (8 * sum(peaks)))
 
 
 def test_plans_that_run_come_first_each_the_fastest_first_and_the_one_taken_is_among_them() -> None:
-    mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
-    where = {"nodes": 2, "rendezvous": "a:1"}
-    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
-    few = replace(SMALL, layers=2)
-    result = search_job_plan(
-        PlanningInputs(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), world_sizes=(16,)
-    )
+    result = search_job_plan(on_unlike_devices(**BOTH), world_sizes=(16,))
     found = result.search_result
     assert found.candidates == (*found.supported, *found.unsupported)
     for part in (found.supported, found.unsupported):

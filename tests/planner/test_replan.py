@@ -27,6 +27,7 @@ WORKLOAD = compute_decoder_workload(MODEL, 1024)
 FOUR, TWO = parse_shorthand("4x8 H100, 8x400G"), parse_shorthand("2x8 H100, 8x400G")
 DATA_PARALLEL = {"pp": 1, "tp": 1, "cp": 1, "recompute": "none", "shard": "optimizer"}
 FULL = Plan(dp_shard=32, shard="optimizer", micro_batch=4, precision="bf16", device="cuda")
+TENSOR = replace(FULL, tp=2, dp_shard=8, sequence_parallel=True, micro_batch=8)
 
 
 def job(parallel: dict[str, Any] | None = None, nodes: int = 4) -> Job:
@@ -39,6 +40,12 @@ def job(parallel: dict[str, Any] | None = None, nodes: int = 4) -> Job:
             "cluster": {"nodes": nodes, "rendezvous": "a:1"},
         }
     )
+
+
+def mystery(count: int) -> Cluster:
+    """Machines of devices that nobody knows the rates of."""
+    device = Device("cuda", "Mystery", 80 << 30, {})
+    return Cluster((NodeGroup("box", 64, 512 << 30, (device,) * 8, count=count),))
 
 
 def posed(on: Cluster = FOUR, **parallel: Any) -> PlanningProblem:
@@ -103,15 +110,7 @@ def test_the_cost_is_every_copy_of_the_state_over_the_machines_and_a_restart() -
 
 def test_a_job_that_fixes_its_layout_keeps_all_but_its_data_axes() -> None:
     fixed = job({"tp": 2, "dp_shard": 16, "shard": "optimizer", "micro_batch": 8})
-    running = Plan(
-        tp=2,
-        dp_shard=16,
-        shard="optimizer",
-        sequence_parallel=True,
-        micro_batch=8,
-        precision="bf16",
-        device="cuda",
-    )
+    running = replace(TENSOR, dp_shard=16)
     decision = replan(build_problem(fixed, FOUR, WORKLOAD, MODEL), running, TWO, 1000)
     plan = decision.plan
     assert decision.is_change
@@ -128,10 +127,6 @@ def test_what_fits_nowhere_on_what_is_left_is_refused() -> None:
 
 
 def test_without_rates_it_stays_where_it_can_and_changes_where_it_must() -> None:
-    def mystery(count: int) -> Cluster:
-        device = Device("cuda", "Mystery", 80 << 30, {})
-        return Cluster((NodeGroup("box", 64, 512 << 30, (device,) * 8, count=count),))
-
     problem = build_problem(job(), mystery(4), WORKLOAD, MODEL)
     assert replan(problem, FULL, mystery(5), 10**6).reason.startswith("keep the plan: no step-time forecast")
     fewer = replan(problem, FULL, mystery(2), 10)
@@ -155,26 +150,13 @@ def test_without_rates_but_with_a_measured_step_more_devices_are_taken_for_what_
 ):
     """A job that says its sizes, on devices that nobody knows."""
 
-    def mystery(count: int) -> Cluster:
-        device = Device("cuda", "Mystery", 80 << 30, {})
-        return Cluster((NodeGroup("box", 64, 512 << 30, (device,) * 8, count=count),))
-
     fixed = job({"tp": 2, "dp_shard": 8, "shard": "optimizer"}, nodes=2)
     problem = build_problem(fixed, mystery(2), WORKLOAD, MODEL)
-    running = Plan(
-        tp=2,
-        dp_shard=8,
-        shard="optimizer",
-        sequence_parallel=True,
-        micro_batch=8,
-        precision="bf16",
-        device="cuda",
-    )
-    decision = replan(problem, running, mystery(3), 1000, step_seconds=6.0)
+    decision = replan(problem, TENSOR, mystery(3), 1000, step_seconds=6.0)
     assert decision.is_change
     assert (decision.plan.tp, decision.plan.dp_shard, decision.plan.dp_replicate) == (2, 12, 1)
     assert "4.00 s at best" in decision.reason
-    assert not replan(problem, running, mystery(3), 5, step_seconds=6.0).is_change
+    assert not replan(problem, TENSOR, mystery(3), 5, step_seconds=6.0).is_change
 
 
 def test_no_step_left_is_no_question() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -103,14 +104,19 @@ def test_names_of_runs_can_be_read_on_a_narrow_terminal(new_run: NewRun) -> None
     assert any(line.startswith("several") for line in lines)
 
 
-def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
-    run = new_run(4)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    for line in lines:
-        line["phases"] = {"data": 0.5, "forward_backward": 1.0}
-        line["load_seconds"] = {"read": 0.1, "decode": 0.8, "collate": 0.1}
+def change_steps(run: RunDirectory, **fields: Any) -> RunDirectory:
+    lines = [json.loads(line) | fields for line in run.metrics.read_text().splitlines()]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = read_report(run)
+    return run
+
+
+def loading(run: RunDirectory, data: float, **load: float) -> RunDirectory:
+    """The run with these seconds of each step: of the wait for data, and of the parts of loading."""
+    return change_steps(run, phases={"data": data, "forward_backward": 1.0}, load_seconds=load)
+
+
+def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
+    report = read_report(loading(new_run(4), 0.5, read=0.1, decode=0.8, collate=0.1))
     text = "decode dominates, 80 % of 4.00 s in loader threads (data.workers = 1"
     assert text in run_summary(report)
     assert text in render_report_page(report)
@@ -119,37 +125,24 @@ def test_the_part_of_loading_that_dominates_is_named(new_run: NewRun) -> None:
 
 @pytest.mark.parametrize(("part", "key"), [("read", ""), ("dataset", " with data.worker_processes = true")])
 def test_the_workers_that_would_keep_up_are_named(new_run: NewRun, part: str, key: str) -> None:
-    run = new_run(4)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    for line in lines:
-        line["phases"] = {"data": 0.5, "forward_backward": 1.0}
-        line["load_seconds"] = {part: 2.5, "collate": 0.0}
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = loading(new_run(4), 0.5, **{part: 2.5}, collate=0.0)
     assert f"waiting for data 33 %: {part} dominates" in data_loading_text(read_report(run))
     assert f"(data.workers = 1; 3{key} would keep up)" in data_loading_text(read_report(run))
 
 
 def test_loading_that_no_step_waits_for_is_not_mentioned(new_run: NewRun) -> None:
-    run = new_run(4)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    for line in lines:
-        line["phases"] = {"data": 0.001, "forward_backward": 1.0}
-        line["load_seconds"] = {"read": 2.5, "decode": 0.0, "collate": 0.0}
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = loading(new_run(4), 0.001, read=2.5, decode=0.0, collate=0.0)
     assert data_loading_text(read_report(run)) == ""
 
 
 def test_traffic_with_stores_is_one_line(new_run: NewRun) -> None:
     run = new_run(4)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert store_traffic_text(read_report(run)) == ""
-    for line in lines:
-        line["store_requests"], line["store_bytes"] = {"s3": 300}, {"s3": 2**20}
-        line["cache_blocks"] = {"hit": 3, "miss": 1}
-        line["node_requests"], line["node_bytes"] = {"0": 100, "1": 200}, {"0": 2**18, "1": 3 * 2**18}
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests = {"store_requests": {"s3": 300}, "store_bytes": {"s3": 2**20}}
+    nodes = {"node_requests": {"0": 100, "1": 200}, "node_bytes": {"0": 2**18, "1": 3 * 2**18}}
+    report = read_report(change_steps(run, **requests, **nodes, cache_blocks={"hit": 3, "miss": 1}))
     text = "stores: s3 1,200 requests, 4.0 MiB; node cache: 75 % of 16 blocks; on 2 nodes 400 to 800 "
     text += "requests each, 1.0 MiB to 3.0 MiB"
-    assert store_traffic_text(read_report(run)) == text
-    assert text in run_summary(read_report(run))
-    assert text in render_report_page(read_report(run))
+    assert store_traffic_text(report) == text
+    assert text in run_summary(report)
+    assert text in render_report_page(report)

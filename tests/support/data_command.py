@@ -38,8 +38,7 @@ class DataCommand:
 
     def json(self, *arguments: str, code: int = 0) -> Any:
         """Run with --json, and return what it prints."""
-        ran = self(*arguments, "--json")
-        ran.check(code)
+        ran = self(*arguments, "--json").check(code)
         return json.loads(ran.out)
 
     def write_lines(self, name: str, records: list[dict[str, Any]]) -> Path:

@@ -70,8 +70,7 @@ def check_scripts_on_an_engine(desk: Desk, *options: str, **environment: str) ->
         place = ("--nodes", "2", "--ranks", "1")
         if framework != "ddp":
             place += ("--framework", framework, "--python", str(python_of(framework)))
-        ran = desk.start("launch", *options, *place, f"{name}.py", *words, **environment).end()
-        ran.check()
+        desk.start("launch", *options, *place, f"{name}.py", *words, **environment).end().check()
         run = desk.folder / "runs" / name
         if framework == "ddp":
             logs = [(run / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]

@@ -393,16 +393,10 @@ KEYS = [
     wrong("text", "credentials", "checkpoint.upload=s3://key:secret@bucket/run"),
 ]
 
+NO_MODEL = ("model.family=", "model.layers=", "model.hidden=", "model.heads=")
+"""Overrides of the job `text` that leave out its model."""
 MODELS = [
-    wrong(
-        "text",
-        "Did you mean 'gpt-1m'",
-        "model.family=",
-        "model.preset=gpt-11m",
-        *("model.layers=",),
-        "model.hidden=",
-        "model.heads=",
-    ),
+    wrong("text", "Did you mean 'gpt-1m'", "model.preset=gpt-11m", *NO_MODEL),
     wrong("text", "not divisible by model.heads", "model.heads=3"),
     wrong("text", "not divisible by model.kv_heads", "model.kv_heads=3"),
     wrong("text", "not divisible by model.heads", "model.hidden=33"),
@@ -422,24 +416,8 @@ MODELS = [
     wrong("text", "does not apply to model.factory", "model.family=", "model.factory=own_code:net"),
     wrong("images", "does not apply", "model.layers=3"),
     wrong("images", "needs tokens, but the data are images", "model.family=", "model.preset=gpt-1m"),
-    wrong(
-        "text",
-        "needs images, but the data are tokens",
-        "model.family=",
-        "model.layers=",
-        "model.hidden=",
-        "model.heads=",
-        "model.preset=resnet-18",
-    ),
-    wrong(
-        "text",
-        "is neither a file nor a folder",
-        "model.family=",
-        "model.layers=",
-        "model.hidden=",
-        "model.heads=",
-        "model.huggingface=nowhere",
-    ),
+    wrong("text", "needs images, but the data are tokens", "model.preset=resnet-18", *NO_MODEL),
+    wrong("text", "is neither a file nor a folder", "model.huggingface=nowhere", *NO_MODEL),
 ]
 
 DATA = [

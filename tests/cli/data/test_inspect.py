@@ -75,8 +75,7 @@ def test_a_job_is_inspected_by_its_tokenizer_and_sequence_length(data: DataComma
     (data.folder / "corpus" / "b.txt").write_text("one")
     (data.folder / "corpus" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (data.folder / "job.toml").write_text(JOB)
-    ran = data("inspect", "job.toml", "data.sequence_length=32")
-    ran.check()
+    ran = data("inspect", "job.toml", "data.sequence_length=32").check()
     assert "text: text, 2 files" in ran.out
     assert "left out: 1 file" in ran.out
     assert "sequences of 32 tokens: about 2" in ran.out
@@ -107,8 +106,7 @@ def test_tokens_are_decoded(data: DataCommand) -> None:
 def test_images_are_described_and_written_as_png(data: DataCommand) -> None:
     data.write_image("pictures/cat/1.jpg", (255, 0, 0), "JPEG")
     data.write_image("pictures/dog/2.png", (0, 0, 255))
-    ran = data("inspect", "pictures", "--images", "shown")
-    ran.check()
+    ran = data("inspect", "pictures", "--images", "shown").check()
     assert "<JPEG, 6 x 4, RGB, " in ran.out
     assert "2 images written:" in ran.out
     (red, blue) = sorted((data.folder / "shown").iterdir())

@@ -36,8 +36,7 @@ def job(data: DataCommand) -> DataCommand:
 
 
 def test_prepare_builds_what_a_run_needs(job: DataCommand) -> None:
-    ran = job("prepare", "job.toml")
-    ran.check()
+    ran = job("prepare", "job.toml").check()
     assert ran.out.startswith("ready in ")
     assert ran.out.rstrip().endswith("cache: cache")
     folders = [path for path in (job.folder / "cache" / "tokens").iterdir() if path.is_dir()]
@@ -90,7 +89,6 @@ def test_prepare_shows_progress_of_an_index_and_of_the_reading_after_it(
     monkeypatch.setattr(dataset_progress, "LINE_INTERVAL_SECONDS", 0.0)  # a line for each call
     (data.folder / "rows.csv").write_text(rows)
     (data.folder / "job.toml").write_text(job_text)
-    ran = data("prepare", "job.toml")
-    ran.check()
+    ran = data("prepare", "job.toml").check()
     size = bytes_text(len(rows))
     assert ran.err.count(f"preparing: {size} of {size}\n") == 2

@@ -42,17 +42,14 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_a_run_ends_in_order_within_its_budget_and_goes_on_with_more(desk: Desk) -> None:
     words = ("text.toml", "train.steps=1000000", "checkpoint.every_steps=100000")
-    first = desk.run("train", *words, "cluster.budget.device_hours=0.002")
-    first.check(130)
+    first = desk.run("train", *words, "cluster.budget.device_hours=0.002").check(130)
     assert "cluster.budget.device_hours = 0.002 is used up" in first.out
     training = desk.training("runs/text")
     step = training.metrics[-1]["step"]
     assert training.checkpoints() == [f"step-{step:08}"], "its last one"
-    again = desk.run("train", *words, "cluster.budget.device_hours=0.002")
-    again.check(2)
+    again = desk.run("train", *words, "cluster.budget.device_hours=0.002").check(2)
     assert "raise it to go on" in again.told_once()
-    more = desk.run("train", *words, "cluster.budget.device_hours=0.004")
-    more.check(130)
+    desk.run("train", *words, "cluster.budget.device_hours=0.004").check(130)
     assert training.metrics[-1]["step"] > step
 
 
