@@ -115,9 +115,8 @@ def test_tensorflow_processes_of_two_nodes_agree_on_the_cluster(desk: Desk) -> N
 
 def test_a_script_runs_in_an_environment_without_wanma(desk: Desk, bare_python: Path) -> None:
     name = write(desk, "told.py", VARIABLES)
-    ran = launch(
-        desk, "--framework", "jax", "--ranks", "2", "--python", str(bare_python), name, "--lr", "1"
-    ).check()
+    ran = launch(desk, "--framework", "jax", "--ranks", "2", "--python", str(bare_python), name, "--lr", "1")
+    ran.check()
     ranks = [told(ran, rank) for rank in (0, 1)]
     assert [one["JAX_PROCESS_ID"] for one in ranks] == ["0", "1"]
     assert [one["OMPI_COMM_WORLD_LOCAL_RANK"] for one in ranks] == ["0", "1"]
