@@ -28,12 +28,10 @@ class Elastic(Table):
         self.said = []
         self.asked: list[tuple[int, ReplanRequest]] = []
         self.coordinator: Any = DepartureCoordinator(
-            CoordinatorConfig(most, "job", "10.0.0.1:1", 300, retries),
+            CoordinatorConfig(most, "job", "10.0.0.1:1", 300, retries, min_nodes=least),
             lambda *word: self.said.append(word),
             0,
-            start_replan=lambda *question: self.asked.append(question),
-            min_nodes=least,
-            last_call_seconds=30,
+            lambda *question: self.asked.append(question),
         )
 
     def answer(

@@ -385,12 +385,10 @@ def test_the_successor_continues_without_a_failure() -> None:
     failure = Failure("node 0 (host) left: SIGTERM")
     past = InheritedRun(start, frozenset({1, 2}), failure, 20.0, is_hand_over=True)
     table.coordinator = DepartureCoordinator(
-        CoordinatorConfig(3, "job", "10.0.0.1:1", 300, 3, generation=1, inherited_run=past),
+        CoordinatorConfig(3, "job", "10.0.0.1:1", 300, 3, generation=1, inherited_run=past, min_nodes=1),
         lambda *word: table.said.append(word),
         0,
-        start_replan=lambda *question: table.asked.append(question),
-        min_nodes=1,
-        last_call_seconds=30,
+        lambda *question: table.asked.append(question),
     )
     for node in (1, 2):
         shards = tuple(InMemoryCheckpointShard(owner, STEP_6, 3) for owner in (node, node - 1))

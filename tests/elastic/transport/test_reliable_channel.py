@@ -47,7 +47,7 @@ class Wire:
         """Let both sides read all that was sent: a socket pair hands it over at once."""
         for side in self.sides:
             assert side.connection is not None
-            assert side.connection.is_send_buffer_empty
+            assert not side.connection._outgoing
             side.connection.read()
 
     def close(self) -> None:

@@ -43,3 +43,7 @@ class CoordinatorConfig:
     """Run of a lost coordinator that this one takes over; None: a new run."""
     max_restarts_before_first_step: int | None = None
     """Most recoveries, of `max_restarts`, of ranks that have never finished a step, as in `LaunchConfig`."""
+    min_nodes: int = 0
+    """Least nodes of an elastic run."""
+    last_call_seconds: float = 30.0
+    """Last call: time, in seconds, that its first start waits for more than `min_nodes` nodes."""

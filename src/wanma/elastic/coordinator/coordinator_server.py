@@ -25,7 +25,6 @@ from wanma.elastic.coordinator.member import Send
 from wanma.elastic.coordinator.planner_thread import replan_in_thread
 from wanma.elastic.coordinator.user_notices import claim_unseen_text
 from wanma.elastic.launch_config import LaunchConfig, Replanner, get_hostname
-from wanma.elastic.protocol.failover_messages import ClaimUnseenReport
 from wanma.elastic.protocol.framing import compute_proof, derive_signing_keys, new_nonce, verify_proof
 from wanma.elastic.protocol.messages import (
     AbortCommand,
@@ -34,6 +33,7 @@ from wanma.elastic.protocol.messages import (
     Challenge,
     ChannelReply,
     ChannelRequest,
+    ClaimUnseenReport,
     CompletionNotice,
     HandOverCommand,
     Heartbeat,
@@ -84,17 +84,19 @@ class CoordinatorDriver:
             generation,
             inherited_run,
             launch.max_restarts_before_first_step,
+            launch.min_nodes,
+            launch.last_call_seconds,
         )
         self._coordinator = (
             Coordinator(terms, send, time.monotonic())
             if launch.replanner is None
-            else self._make_elastic_coordinator(launch, launch.replanner, terms, send)
+            else self._make_elastic_coordinator(launch.replanner, terms, send)
         )
         self._timer: Timer | None = None
         self._arm()
 
     def _make_elastic_coordinator(
-        self, launch: LaunchConfig, replanner: Replanner, config: CoordinatorConfig, send: Send
+        self, replanner: Replanner, config: CoordinatorConfig, send: Send
     ) -> DepartureCoordinator:
         def ask(question: int, request: ReplanRequest) -> None:
             replan_in_thread(replanner, request, self._loop, lambda decision: answer(question, decision))
@@ -103,14 +105,7 @@ class CoordinatorDriver:
             coordinator.apply_replan(question, decision, time.monotonic())
             self._arm()
 
-        coordinator = DepartureCoordinator(
-            config,
-            send,
-            time.monotonic(),
-            start_replan=ask,
-            min_nodes=launch.min_nodes,
-            last_call_seconds=launch.last_call_seconds,
-        )
+        coordinator = DepartureCoordinator(config, send, time.monotonic(), ask)
         return coordinator
 
     def receive(self, member_id: int, message: Message) -> None:

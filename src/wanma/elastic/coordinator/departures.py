@@ -52,24 +52,8 @@ class Departure:
 class DepartureCoordinator(ElasticCoordinator):
     """Elastic coordinator that lets nodes leave in order; arguments as of `ElasticCoordinator`."""
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        send: Send,
-        now: float,
-        *,
-        start_replan: StartReplan,
-        min_nodes: int,
-        last_call_seconds: float,
-    ) -> None:
-        super().__init__(
-            config,
-            send,
-            now,
-            start_replan=start_replan,
-            min_nodes=min_nodes,
-            last_call_seconds=last_call_seconds,
-        )
+    def __init__(self, config: CoordinatorConfig, send: Send, now: float, start_replan: StartReplan) -> None:
+        super().__init__(config, send, now, start_replan)
         self._departures: dict[int, Departure] = {}
         """Departures by the name of the node."""
         self._gathering_deadline: float | None = None
@@ -139,7 +123,7 @@ class DepartureCoordinator(ElasticCoordinator):
         if member_id not in self._members or self._is_standby(member_id) or is_end or self._exit_code:
             return False
         remaining = self._available_members - {member_id}
-        return self._last_started_generation == 0 or len(remaining) >= self._min_nodes
+        return self._last_started_generation == 0 or len(remaining) >= self._config.min_nodes
 
     def _lose_departing(self, member_id: int, reason: str, now: float) -> None:
         """Process the end of a node that wanted to leave, as a loss."""
@@ -174,7 +158,7 @@ class DepartureCoordinator(ElasticCoordinator):
         can_host = not self._is_host_leaving or (
             self._config.max_restarts > 0 and any(member.node_rank >= 0 for member in remaining)
         )
-        return len(remaining) >= self._min_nodes and can_host
+        return len(remaining) >= self._config.min_nodes and can_host
 
     @property
     def _is_host_leaving(self) -> bool:
@@ -249,7 +233,7 @@ class DepartureCoordinator(ElasticCoordinator):
         is_waiting = bool(self._departures) and self._state == "meeting" and not self._is_replanning
         self._departures.clear()
         self._gathering_deadline = None
-        if is_waiting and request.grace_seconds is None and len(self._members) >= self._min_nodes:
+        if is_waiting and request.grace_seconds is None and len(self._members) >= self._config.min_nodes:
             self._return_to_rendezvous(
                 now
             )  # no kill is announced: the ranks start, and end with a checkpoint

@@ -57,26 +57,11 @@ class ElasticCoordinator(Coordinator):
         send: sends a message to a supervisor.
         now: present time, monotonic.
         start_replan: asks the planner.
-        min_nodes: least nodes of the run.
-        last_call_seconds: last call: time that the first start waits for more than `min_nodes`.
     """
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        send: Send,
-        now: float,
-        *,
-        start_replan: StartReplan,
-        min_nodes: int,
-        last_call_seconds: float,
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, send: Send, now: float, start_replan: StartReplan) -> None:
         super().__init__(config, send, now)
-        self._start_replan, self._min_nodes, self._last_call_seconds = (
-            start_replan,
-            min_nodes,
-            last_call_seconds,
-        )
+        self._start_replan = start_replan
         self._start_deadline = now + config.start_timeout_seconds
         self._is_last_call = False
         """True if the last call runs: enough nodes for the first start have joined, and it waits for more."""
@@ -149,7 +134,7 @@ class ElasticCoordinator(Coordinator):
 
     @property
     def _required_nodes(self) -> int:
-        return self._min_nodes
+        return self._config.min_nodes
 
     def _reserved_node_rank(self, member: Member) -> int | None:
         """Return the node rank that was asked for, as those of a generation change with its nodes."""
@@ -174,13 +159,13 @@ class ElasticCoordinator(Coordinator):
     def _try_start(self, now: float) -> None:
         """Continue as soon as enough nodes have joined; before the first start, wait a little for more."""
         node_count = len(self._available_members)
-        is_enough = node_count >= self._min_nodes
+        is_enough = node_count >= self._config.min_nodes
         if node_count == self._nodes or (is_enough and self._last_started_generation > 0):
             self._is_replanning, self._deadline = True, None
             self._request_replan()
         elif is_enough and not self._is_last_call:
             self._is_last_call, self._is_replanning = True, False
-            self._deadline = now + self._last_call_seconds
+            self._deadline = now + self._config.last_call_seconds
 
     def _return_to_rendezvous(self, now: float) -> None:
         self._state, self._is_replanning, self._claiming_members = "meeting", False, None
@@ -192,13 +177,14 @@ class ElasticCoordinator(Coordinator):
         if self._state == "meeting" and self._last_started_generation > 0:
             self._return_to_rendezvous(now)
         elif self._state == "meeting":
-            if self._is_replanning or len(self._members) < self._min_nodes:  # there is another last call
+            # There is another last call.
+            if self._is_replanning or len(self._members) < self._config.min_nodes:
                 self._is_replanning = self._is_last_call = False
                 self._deadline = self._start_deadline
             self._try_start(now)
 
     def _handle_rendezvous_timeout(self, now: float) -> None:
-        if len(self._members) >= self._min_nodes and self._is_last_call:
+        if len(self._members) >= self._config.min_nodes and self._is_last_call:
             self._is_replanning = True
             self._request_replan()
         else:

@@ -27,11 +27,11 @@ from wanma.elastic.membership.coordinator_takeover import (
     find_coordinator_claim,
     is_claim_visible,
 )
-from wanma.elastic.protocol.failover_messages import ClaimUnseenReport
 from wanma.elastic.protocol.framing import new_nonce
 from wanma.elastic.protocol.messages import (
     ChannelReply,
     ChannelRequest,
+    ClaimUnseenReport,
     DrainCommand,
     DrainRequest,
     HandOverCommand,

@@ -17,15 +17,15 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any, Union
 
-from wanma.elastic.protocol import failover_messages, local_messages, messages
+from wanma.elastic.protocol import local_messages, messages
 from wanma.elastic.protocol.messages import Challenge, Message
 
 PROTOCOL_VERSION = 6
 MESSAGE_TYPES: dict[str, type[Message]] = {
     name: kind
-    for module in (messages, failover_messages, local_messages)
+    for module in (messages, local_messages)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+    if isinstance(kind, type) and issubclass(kind, Message) and is_dataclass(kind)
 }
 """Message types by name."""
 MAX_LINE_BYTES = 1 << 20

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from wanma.elastic.protocol.messages import Message
+from wanma.elastic.protocol.messages import Message, RunMessage
 from wanma.job.run.worker import Restart
 
 # Supervisor and worker -----------------------------------------------------------------------------
@@ -30,10 +30,9 @@ class CollectiveStateReport(Message):
 
 
 @dataclass(frozen=True)
-class PreloadCommand(Message):
+class PreloadCommand(RunMessage):
     """Command to the fork server: import these modules, found on this `sys.path`."""
 
-    is_generation_scoped: ClassVar[bool] = False
     modules: tuple[str, ...]
     """Names of modules; "module:function" names a function that is called, too."""
     sys_path: tuple[str, ...]
@@ -42,10 +41,9 @@ class PreloadCommand(Message):
 
 
 @dataclass(frozen=True)
-class PreloadReport(Message):
+class PreloadReport(RunMessage):
     """Report of the fork server that it has imported; `import_errors` name the modules that failed."""
 
-    is_generation_scoped: ClassVar[bool] = False
     import_errors: tuple[str, ...]
 
 
@@ -81,24 +79,22 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class ForkCommand(Message):
+class ForkCommand(RunMessage):
     """Command to the fork server: start a worker.
 
     Descriptors come with it: channel, board, payload, stacks and, for rank 0, the store's listener.
     """
 
-    is_generation_scoped: ClassVar[bool] = False
     spec: WorkerSpec
 
 
 @dataclass(frozen=True)
-class ServeStoreCommand(Message):
+class ServeStoreCommand(RunMessage):
     """Command to the fork server: serve a new generation's rendezvous store in a process of its own.
 
     It replaces the store before. Its listening socket comes with the message.
     """
 
-    is_generation_scoped: ClassVar[bool] = False
     host: str
     port: int
     store_kind: str = "torch"
@@ -106,39 +102,35 @@ class ServeStoreCommand(Message):
 
 
 @dataclass(frozen=True)
-class ExecArguments(Message):
+class ExecArguments(RunMessage):
     """Configuration that a worker started by exec reads first."""
 
-    is_generation_scoped: ClassVar[bool] = False
     spec: WorkerSpec
     descriptors: tuple[int, ...]
     sys_path: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class WorkerStartReport(Message):
+class WorkerStartReport(RunMessage):
     """Report of the fork server that a worker exists; `fork_hazard`: reason for exec instead of fork."""
 
-    is_generation_scoped: ClassVar[bool] = False
     rank: int
     pid: int
     fork_hazard: str
 
 
 @dataclass(frozen=True)
-class SignalCommand(Message):
+class SignalCommand(RunMessage):
     """Command to the fork server: send a signal to a worker, or to its whole process group."""
 
-    is_generation_scoped: ClassVar[bool] = False
     rank: int
     signal_number: int
     to_process_group: bool
 
 
 @dataclass(frozen=True)
-class WorkerExitReport(Message):
+class WorkerExitReport(RunMessage):
     """Report of the fork server that a worker process ended; `exit_code` is negative for a signal."""
 
-    is_generation_scoped: ClassVar[bool] = False
     rank: int
     exit_code: int

@@ -21,54 +21,56 @@ class Message:
     """True if the message is acknowledged, and sent again when its connection was lost."""
 
 
+class RunMessage(Message):
+    """Message that belongs to the run or a node, whatever the generation."""
+
+    is_generation_scoped = False
+
+
+class ConnectionMessage(RunMessage):
+    """Message that belongs to one connection, and is not sent again on the next one."""
+
+    is_acknowledged = False
+
+
 # Coordinator and supervisor: handshake and admission -----------------------------------------------
 
 
 @dataclass(frozen=True)
-class Challenge(Message):
+class Challenge(ConnectionMessage):
     """Coordinator's first message: the nonce that the supervisor has to sign."""
 
-    is_generation_scoped: ClassVar[bool] = False
-    is_acknowledged: ClassVar[bool] = False
     nonce: str
 
 
 @dataclass(frozen=True)
-class AuthenticationResponse(Message):
+class AuthenticationResponse(ConnectionMessage):
     """Supervisor's proof that it has the secret, and its own nonce."""
 
-    is_generation_scoped: ClassVar[bool] = False
-    is_acknowledged: ClassVar[bool] = False
     nonce: str
     proof: str
 
 
 @dataclass(frozen=True)
-class AuthenticationConfirmation(Message):
+class AuthenticationConfirmation(ConnectionMessage):
     """Coordinator's proof; every later line in both directions is signed."""
 
-    is_generation_scoped: ClassVar[bool] = False
-    is_acknowledged: ClassVar[bool] = False
     proof: str
 
 
 @dataclass(frozen=True)
-class ChannelRequest(Message):
+class ChannelRequest(ConnectionMessage):
     """Supervisor's first signed message on every connection: the session that the connection belongs to."""
 
-    is_generation_scoped: ClassVar[bool] = False
-    is_acknowledged: ClassVar[bool] = False
     channel_id: str
     received_count: int
     """Number of the session's messages that have arrived; those after them are sent again."""
 
 
 @dataclass(frozen=True)
-class ChannelReply(Message):
+class ChannelReply(ConnectionMessage):
     """Coordinator's answer to `ChannelRequest`."""
 
-    is_generation_scoped: ClassVar[bool] = False
-    is_acknowledged: ClassVar[bool] = False
     coordinator_id: str
     """Unique name of the coordinator."""
     is_resumed: bool
@@ -77,22 +79,20 @@ class ChannelReply(Message):
 
 
 @dataclass(frozen=True)
-class Refusal(Message):
+class Refusal(RunMessage):
     """Coordinator's refusal to work with this supervisor."""
 
-    is_generation_scoped: ClassVar[bool] = False
     reason: str
     hint: str = ""
 
 
 @dataclass(frozen=True)
-class JoinRequest(Message):
+class JoinRequest(RunMessage):
     """Request of a node to join, with its ranks.
 
     `store_port` listens on `address`, in case this node becomes node 0.
     """
 
-    is_generation_scoped: ClassVar[bool] = False
     job_hash: str
     local_world_size: int
     hostname: str
@@ -123,21 +123,17 @@ class PreviousMembership:
 
 
 @dataclass(frozen=True)
-class NodePreloadedReport(Message):
+class NodePreloadedReport(RunMessage):
     """Report that this node's fork server has imported what ranks need: ranks start at once here."""
-
-    is_generation_scoped: ClassVar[bool] = False
 
 
 # Coordinator and supervisor: the run ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Heartbeat(Message):
+class Heartbeat(ConnectionMessage):
     """Heartbeat, with the number of messages received so far."""
 
-    is_generation_scoped: ClassVar[bool] = False
-    is_acknowledged: ClassVar[bool] = False
     received_count: int = 0
 
 
@@ -180,10 +176,9 @@ class InMemoryCheckpointShard:
 
 
 @dataclass(frozen=True)
-class StartCommand(Message):
+class StartCommand(RunMessage):
     """Command to start the ranks of `generation`, as all nodes have joined."""
 
-    is_generation_scoped: ClassVar[bool] = False
     generation: int
     node_rank: int
     first_rank: int
@@ -207,10 +202,9 @@ class StartCommand(Message):
 
 
 @dataclass(frozen=True)
-class RedirectCommand(Message):
+class RedirectCommand(RunMessage):
     """Command to end the ranks and join another coordinator, which has claimed a newer generation."""
 
-    is_generation_scoped: ClassVar[bool] = False
     generation: int
     endpoint: str
     coordinator_id: str
@@ -272,18 +266,16 @@ class TerminationReport(Message):
 
 
 @dataclass(frozen=True)
-class Notice(Message):
+class Notice(RunMessage):
     """Notice for the user that the run waits for nodes, or this node for its turn."""
 
-    is_generation_scoped: ClassVar[bool] = False
     text: str
 
 
 @dataclass(frozen=True)
-class DrainRequest(Message):
+class DrainRequest(RunMessage):
     """Request of a user or engine for an orderly stop; the run will exit with `exit_code`."""
 
-    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
     grace_seconds: float | None = None
     """Time, in seconds, until everything here is killed; None: no kill follows."""
@@ -294,10 +286,9 @@ class DrainRequest(Message):
 
 
 @dataclass(frozen=True)
-class DrainCommand(Message):
+class DrainCommand(RunMessage):
     """Command to drain: the ranks finish their step and leave. Fields as in `DrainRequest`."""
 
-    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
     grace_seconds: float | None = None
     reason: str = ""
@@ -309,20 +300,18 @@ class DrainTimeoutReport(Message):
 
 
 @dataclass(frozen=True)
-class ReleaseCommand(Message):
+class ReleaseCommand(RunMessage):
     """Command to a node that leaves: its supervisor exits, as the run continues without it."""
 
-    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
     nodes: int = 0
     """Number of nodes that the run continues on; 0: unchanged, as this node was on standby."""
 
 
 @dataclass(frozen=True)
-class HandOverCommand(Message):
+class HandOverCommand(RunMessage):
     """Command to take over the run, as the coordinator's node leaves and no rank lives."""
 
-    is_generation_scoped: ClassVar[bool] = False
     leaving_node_ranks: tuple[int, ...]
     """Node ranks of the newest generation that leave with the coordinator."""
     reason: str
@@ -366,10 +355,9 @@ class FlushReport(Message):
 
 
 @dataclass(frozen=True)
-class AbortRequest(Message):
+class AbortRequest(RunMessage):
     """Request of a user who asked twice: end the run now."""
 
-    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
     node_only: bool = False
     """True if this node alone ends, as in `DrainRequest`; it does not wait for an answer."""
@@ -480,10 +468,9 @@ class RankStatusReport(Message):
 
 
 @dataclass(frozen=True)
-class AbortCommand(Message):
+class AbortCommand(RunMessage):
     """Command to abort: end the ranks now; `hang_report` is the whole hang report, if there is one."""
 
-    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
     failure: Failure | None = None
     hang_report: str = ""
@@ -492,8 +479,16 @@ class AbortCommand(Message):
 
 
 @dataclass(frozen=True)
-class CompletionNotice(Message):
+class CompletionNotice(RunMessage):
     """Notice that every node finished."""
 
-    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
+
+
+@dataclass(frozen=True)
+class ClaimUnseenReport(RunMessage):
+    """Report of a node that does not see the run's claim where its own command has it."""
+
+    hostname: str
+    location: str
+    """Folder of the claims on that node."""

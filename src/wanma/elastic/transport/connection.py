@@ -70,11 +70,6 @@ class Connection:
             self._loop.unwatch(self._socket)
             self._socket.close()
 
-    @property
-    def is_send_buffer_empty(self) -> bool:
-        """True if the kernel has taken everything that was sent."""
-        return self.is_closed or not self._outgoing
-
     def _ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._write()
