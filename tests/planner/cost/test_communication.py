@@ -93,15 +93,6 @@ def test_a_tree_has_the_latency_of_its_depth() -> None:
     assert tree == pytest.approx(2 * (3 * 1e-6 + 2 * 5e-6), rel=1e-3)
 
 
-def test_two_axes_halve_the_outer_links_and_leave_the_inner_ones() -> None:
-    alone, shared = (all_gather_seconds(FREE, RankGroup(4, 8), GIGABYTE, sharing) for sharing in (1, 2))
-    assert shared == pytest.approx(2 * alone)
-    inner_alone, inner_shared = (
-        all_gather_seconds(FREE, RankGroup(8), GIGABYTE, sharing) for sharing in (1, 2)
-    )
-    assert inner_shared == inner_alone
-
-
 def test_a_message_of_the_ramps_size_takes_twice_as_long() -> None:
     ramped = HardwareModel(CHIP, (LinkLevel(8, 0.0, 100e9, ramp_bytes=1e6),), start_seconds=3e-6)
     assert send_seconds(ramped, 1, 1e6) == pytest.approx(3e-6 + 2e6 / 100e9)

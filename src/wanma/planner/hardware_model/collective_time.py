@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from wanma.planner.hardware_model.link_levels import (
-    LevelSizes,
-    link_share,
-    ring_all_reduce_seconds,
-    ring_seconds,
-)
+from wanma.planner.hardware_model.link_levels import LevelSizes, ring_all_reduce_seconds, ring_seconds
 from wanma.planner.hardware_model.message_all_reduce_time import MESSAGE_ALL_REDUCES
 from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 
@@ -86,35 +81,28 @@ def all_reduce_seconds(
     group: RankGroup,
     buffer_bytes: float,
     algorithm: Algorithm | None = None,
-    concurrent_dimensions: int = 1,
 ) -> float:
     """Return the seconds of an all-reduce: every member ends with the sum of all buffers.
 
     Args:
         buffer_bytes: bytes of one member's buffer.
         algorithm: algorithm of the all-reduce; None: the fastest of a library's, as these choose by size.
-        concurrent_dimensions: number of mesh dimensions whose collectives use the outermost links at the
-            same time.
     """
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
     if algorithm in MESSAGE_ALL_REDUCES and not leaves_innermost_level(hardware, group):
         hardware = _links_of_messages(hardware)
     widths = _level_sizes(hardware, _levels(hardware, group), group)
-    if algorithm is not None:
-        return hardware.start_seconds + {**_ALL_REDUCE, **MESSAGE_ALL_REDUCES}[algorithm](
-            hardware, widths, buffer_bytes, concurrent_dimensions
-        )
-    return hardware.start_seconds + min(
-        [function(hardware, widths, buffer_bytes, concurrent_dimensions) for function in _ALL_REDUCE.values()]
-    )
+    if algorithm is not None and algorithm in MESSAGE_ALL_REDUCES:
+        return hardware.start_seconds + MESSAGE_ALL_REDUCES[algorithm](hardware, widths, buffer_bytes)
+    functions = _ALL_REDUCE.values() if algorithm is None else [_ALL_REDUCE[algorithm]]
+    return hardware.start_seconds + min([function(widths, buffer_bytes) for function in functions])
 
 
 def all_gather_seconds(
     hardware: HardwareModel,
     group: RankGroup,
     total_bytes: float,
-    concurrent_dimensions: int = 1,
     collective: Literal["all_gather", "tensor_gather", "reduce_scatter", "tensor_scatter"] = "all_gather",
 ) -> float:
     """Return the seconds of an all-gather: every member ends with the whole buffer.
@@ -133,8 +121,7 @@ def all_gather_seconds(
     hardware = hardware.for_collective(collective)
     widths = _level_sizes(hardware, _levels(hardware, group), group)
     return hardware.start_seconds + min(
-        ring_seconds(hardware, widths, total_bytes, concurrent_dimensions),
-        _hierarchical_gather(hardware, widths, total_bytes, concurrent_dimensions),
+        ring_seconds(widths, total_bytes), _hierarchical_gather(widths, total_bytes)
     )
 
 
@@ -142,16 +129,13 @@ def reduce_scatter_seconds(
     hardware: HardwareModel,
     group: RankGroup,
     total_bytes: float,
-    concurrent_dimensions: int = 1,
     collective: Literal["reduce_scatter", "tensor_scatter"] = "reduce_scatter",
 ) -> float:
     """Return the seconds of a reduce-scatter: an all-gather of `total_bytes` run backwards."""
-    return all_gather_seconds(hardware, group, total_bytes, concurrent_dimensions, collective)
+    return all_gather_seconds(hardware, group, total_bytes, collective)
 
 
-def all_to_all_seconds(
-    hardware: HardwareModel, group: RankGroup, sent_bytes: float, concurrent_dimensions: int = 1
-) -> float:
+def all_to_all_seconds(hardware: HardwareModel, group: RankGroup, sent_bytes: float) -> float:
     """Return the seconds of an all-to-all of `sent_bytes` per member, equal parts to each, itself included.
 
     Bytes that leave a unit of a level use that member's own share of the links there.
@@ -163,10 +147,7 @@ def all_to_all_seconds(
     slowest, inner = 0.0, 1
     for link, outer in _level_sizes(hardware, levels, group):
         level_bytes = sent_bytes * (outer - inner) / group.size
-        slowest = max(
-            slowest,
-            link.transfer_seconds(level_bytes, sent_bytes, link_share(link, hardware, concurrent_dimensions)),
-        )
+        slowest = max(slowest, link.transfer_seconds(level_bytes, sent_bytes))
         inner = outer
     return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
 
@@ -194,26 +175,19 @@ def deduplicated_dispatch_seconds(
         # Inside a unit, tokens from other units are forwarded too.
         remote_share = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
         level_bytes = token_bytes * reached_units * remote_share
-        slowest = max(slowest, link.transfer_seconds(level_bytes, token_bytes, link_share(link, hardware, 1)))
+        slowest = max(slowest, link.transfer_seconds(level_bytes, token_bytes))
         inner = outer
     return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
 
 
-def send_seconds(
-    hardware: HardwareModel, distance: int, message_bytes: float, concurrent_dimensions: int = 1
-) -> float:
+def send_seconds(hardware: HardwareModel, distance: int, message_bytes: float) -> float:
     """Return the seconds of a message to the rank `distance` further, beside equal ones of its neighbours."""
     if message_bytes <= 0:
         return 0.0
     hardware = hardware.for_collective("send")
     link = _link_level_of(hardware, distance)
-    return (
-        hardware.start_seconds
-        + link.latency_seconds
-        + link.transfer_seconds(
-            message_bytes, message_bytes, link_share(link, hardware, concurrent_dimensions)
-        )
-    )
+    seconds = link.transfer_seconds(message_bytes, message_bytes)
+    return hardware.start_seconds + link.latency_seconds + seconds
 
 
 def leaves_innermost_level(hardware: HardwareModel, group: RankGroup) -> bool:
@@ -258,46 +232,33 @@ def _level_sizes(hardware: HardwareModel, levels: list[LinkLevel], group: RankGr
     ]
 
 
-def _hierarchical_gather(
-    hardware: HardwareModel, level_sizes: LevelSizes, total_bytes: float, concurrent_dimensions: int
-) -> float:
+def _hierarchical_gather(level_sizes: LevelSizes, total_bytes: float) -> float:
     """Return the seconds of an all-gather by levels: each of a unit's `inner` members exchanges one part."""
     seconds, inner = 0.0, 1
     for link, outer in level_sizes:
         part = total_bytes / inner
         seconds += (math.ceil(outer / inner) - 1) * link.latency_seconds
-        seconds += link.transfer_seconds(
-            part * (1 - inner / outer), part, link_share(link, hardware, concurrent_dimensions)
-        )
+        seconds += link.transfer_seconds(part * (1 - inner / outer), part)
         inner = outer
     return seconds
 
 
-def _tree_all_reduce(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _tree_all_reduce(level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of two binary trees, each up and down with half the buffer (Sanders et al. 2009).
 
     NCCL has them since 2.4.
     """
     slowest, latency, inner = 0.0, 0.0, 1
     for link, outer in level_sizes:
-        slowest = max(
-            slowest,
-            link.transfer_seconds(
-                buffer_bytes, buffer_bytes, inner * link_share(link, hardware, concurrent_dimensions)
-            ),
-        )
+        slowest = max(slowest, link.transfer_seconds(buffer_bytes, buffer_bytes, inner))
         latency += math.ceil(math.log2(max(outer / inner, 1.0))) * link.latency_seconds
         inner = outer
     return 2.0 * (latency + slowest)
 
 
-def _hierarchical_all_reduce(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _hierarchical_all_reduce(level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of scatter inside, reduce between the units, and gather inside."""
-    return 2.0 * _hierarchical_gather(hardware, level_sizes, buffer_bytes, concurrent_dimensions)
+    return 2.0 * _hierarchical_gather(level_sizes, buffer_bytes)
 
 
 _ALL_REDUCE = {

@@ -1,8 +1,7 @@
 """Time of all-reduces whose steps wait for each other: Gloo's ring and `collectives.algorithms`.
 
-Each function takes the hardware model, the group's link levels, the bytes of one member's buffer and the
-number of mesh dimensions that use the outermost links at the same time, and returns seconds. Steps, messages
-and bytes are those of the schedules that run.
+Each function takes the hardware model, the group's link levels and the bytes of one member's buffer, and
+returns seconds. Steps, messages and bytes are those of the schedules that run.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from wanma.planner.hardware_model.link_levels import LevelSizes, link_share, ring_all_reduce_seconds
+from wanma.planner.hardware_model.link_levels import LevelSizes, ring_all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 from wanma.planner.hardware_model.operator_time import memory_bound_seconds
 
@@ -109,11 +108,7 @@ def _messages_per_unit(messages: Iterable[tuple[int, int]], unit_sizes: tuple[in
 
 
 def _seconds_of_steps(
-    hardware: HardwareModel,
-    level_sizes: LevelSizes,
-    buffer_bytes: float,
-    concurrent_dimensions: int,
-    steps: Iterable[MessageStep],
+    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, steps: Iterable[MessageStep]
 ) -> float:
     """Return the seconds of steps that wait for each other; each takes as long as its slowest messages."""
     seconds = 0.0
@@ -125,8 +120,7 @@ def _seconds_of_steps(
         for (link, outer), count in zip(level_sizes, step.messages_per_unit, strict=True):
             if count:
                 latency = _exchange_latency(link) if step.is_exchange else link.latency_seconds
-                share = inner / count * link_share(link, hardware, concurrent_dimensions)
-                slowest = max(slowest, latency + link.transfer_seconds(sent, message, share))
+                slowest = max(slowest, latency + link.transfer_seconds(sent, message, inner / count))
             inner = outer
         seconds += slowest + MESSAGE_STEP_SECONDS
         if step.reduces:
@@ -134,55 +128,45 @@ def _seconds_of_steps(
     return seconds
 
 
-def _gloo_ring(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _gloo_ring(_hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of a ring whose 2 (n − 1) steps wait for exchanges over the slowest link.
 
     A receiver asks for the next chunk when it has the last one, so that no two follow each other on a link.
     """
     size = level_sizes[-1][1]
     levels = [(replace(link, latency_seconds=0.0), outer) for link, outer in level_sizes]
-    moving = ring_all_reduce_seconds(hardware, levels, buffer_bytes, concurrent_dimensions)
+    moving = ring_all_reduce_seconds(levels, buffer_bytes)
     return moving + 2 * (size - 1) * _exchange_latency(level_sizes[-1][0])
 
 
-def _message_ring(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _message_ring(hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of a ring of messages: 2 (n − 1) steps of a chunk each."""
     size = level_sizes[-1][1]
-    moving = _gloo_ring(hardware, level_sizes, buffer_bytes, concurrent_dimensions)
+    moving = _gloo_ring(hardware, level_sizes, buffer_bytes)
     adding = _adding_seconds(hardware, buffer_bytes * (size - 1) / size)
     return moving + adding + 2 * (size - 1) * MESSAGE_STEP_SECONDS
 
 
-def _message_tree(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _message_tree(hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of a binomial tree, up and down: 2 ⌈log₂ n⌉ steps of the whole buffer each.
 
     A receiver waits for its message already, so that a step is one latency.
     """
     steps = tree_steps(tuple(size for _, size in level_sizes))
-    return _seconds_of_steps(hardware, level_sizes, buffer_bytes, concurrent_dimensions, steps)
+    return _seconds_of_steps(hardware, level_sizes, buffer_bytes, steps)
 
 
-def _message_halving_doubling(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _message_halving_doubling(hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of recursive halving and doubling: 2 ⌊log₂ n⌋ exchanges, and the bytes of a ring.
 
     Nearest ranks exchange most. If n is no power of two, pairs of neighbours send the whole buffer before and
     after (Thakur et al. 2005, section 4.5).
     """
     steps = halving_doubling_steps(tuple(size for _, size in level_sizes))
-    return _seconds_of_steps(hardware, level_sizes, buffer_bytes, concurrent_dimensions, steps)
+    return _seconds_of_steps(hardware, level_sizes, buffer_bytes, steps)
 
 
-def _message_hierarchical(
-    hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float, concurrent_dimensions: int
-) -> float:
+def _message_hierarchical(hardware: HardwareModel, level_sizes: LevelSizes, buffer_bytes: float) -> float:
     """Return the seconds of scatter within a node, reduce between nodes, and gather within a node.
 
     Members of a node exchange with all others at once: to scatter, and to gather. So do the owners of one
@@ -194,18 +178,14 @@ def _message_hierarchical(
     size, part, seconds, steps = level_sizes[-1][1], buffer_bytes / local_size, 0.0, 0
     if local_size > 1:
         scattered = buffer_bytes - part
-        share = link_share(inner_link, hardware, concurrent_dimensions)
-        seconds += 2 * (
-            _exchange_latency(inner_link) + inner_link.transfer_seconds(scattered, buffer_bytes, share)
-        )
+        seconds += 2 * (_exchange_latency(inner_link) + inner_link.transfer_seconds(scattered, buffer_bytes))
         seconds += _adding_seconds(hardware, scattered)
         steps += 2
     nodes = math.ceil(size / local_size)
     if nodes > 1:
         slowest, inner = 0.0, local_size
         for link, outer in outer_levels:
-            share = link_share(link, hardware, concurrent_dimensions)
-            slowest = max(slowest, link.transfer_seconds(part * (outer - inner) / size, part, share))
+            slowest = max(slowest, link.transfer_seconds(part * (outer - inner) / size, part))
             inner = outer
         exchanges = 1 if nodes == 2 else 2
         seconds += exchanges * _exchange_latency(outer_levels[-1][0]) + 2 * slowest
