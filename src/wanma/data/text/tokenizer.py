@@ -275,26 +275,26 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
-def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
+def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load a tokenizer: 'bytes', the path or URL of a tokenizer.json, or a folder that holds one.
 
     Raises:
-        JobError: no such file, or not a tokenizer; names `key`.
+        JobError: no such file, or not a tokenizer; names the key `data.tokenizer`.
         WanmaError: the file cannot be read.
     """
     if name == "bytes":
         return BytesTokenizer()
-    content = _read(str(name), key)
+    content = _read(str(name))
     if content.strip() == _BYTES_TOKENIZER_CONTENT:
         return BytesTokenizer()
-    beside = _FilesBeside(str(name), key)
+    beside = _FilesBeside(str(name))
     end, chat = _read_end(beside), _read_chat(beside)
     try:
         json.loads(content)
         return HuggingFaceTokenizer(content, end, chat)
     except Exception as error:  # the backend raises plain `Exception` for unusable files
         raise JobError(
-            f"{key}: '{name}' is not a Hugging Face tokenizer.json: {error}",
+            f"data.tokenizer: '{name}' is not a Hugging Face tokenizer.json: {error}",
             "use the tokenizer.json of the model's repository",
         ) from error
 
@@ -302,9 +302,9 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
 class _FilesBeside:
     """Files beside a tokenizer.json; none where those there may belong to others."""
 
-    def __init__(self, name: str, key: str) -> None:
+    def __init__(self, name: str) -> None:
         self._filesystem, path = fsspec.core.url_to_fs(name)
-        self._name, self._key, self._folder = name, key, ""
+        self._name, self._folder = name, ""
         if self._filesystem.isdir(path):
             self._folder = path.rstrip("/")
         elif path.endswith(f"/{_TOKENIZER_FILE}"):
@@ -320,10 +320,10 @@ class _FilesBeside:
         except FileNotFoundError:
             return None
         except UnicodeDecodeError as error:
-            raise JobError(f"{self._key}: {file} of '{self._name}' is no UTF-8: {error}") from error
+            raise JobError(f"data.tokenizer: {file} of '{self._name}' is no UTF-8: {error}") from error
         except OSError as error:
             cause = error.strerror or error
-            raise WanmaError(f"{self._key}: cannot read {file} of '{self._name}': {cause}") from error
+            raise WanmaError(f"data.tokenizer: cannot read {file} of '{self._name}': {cause}") from error
 
     def values(self, file: str) -> dict[str, Any]:
         """Return the object of JSON in a file; empty: there is none."""
@@ -331,7 +331,7 @@ class _FilesBeside:
         try:
             values = {} if text is None else json.loads(text)
         except ValueError as error:
-            raise JobError(f"{self._key}: {file} of '{self._name}' is not JSON: {error}") from error
+            raise JobError(f"data.tokenizer: {file} of '{self._name}' is not JSON: {error}") from error
         return values if isinstance(values, dict) else {}
 
 
@@ -365,7 +365,7 @@ def _token_text(token: Any) -> Any:
     return token[0] if isinstance(token, list) and token else token
 
 
-def _read(name: str, key: str) -> str:
+def _read(name: str) -> str:
     try:
         filesystem, path = fsspec.core.url_to_fs(name)
 
@@ -376,11 +376,13 @@ def _read(name: str, key: str) -> str:
 
         return (fetch() if is_local(filesystem) else retry(fetch, STORAGE_RETRY_POLICY)).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise JobError(f"{key}: '{name}' is not a tokenizer.json: it is binary") from error
+        raise JobError(f"data.tokenizer: '{name}' is not a tokenizer.json: it is binary") from error
     except (FileNotFoundError, ImportError, ValueError) as error:
         cause = str(error)
         if isinstance(error, FileNotFoundError):
             cause = f"no {_TOKENIZER_FILE} in this folder" if Path(name).is_dir() else "no such file"
-        raise JobError(f"{key}: '{name}': {cause}", "give 'bytes' or the path of a tokenizer.json") from error
+        raise JobError(
+            f"data.tokenizer: '{name}': {cause}", "give 'bytes' or the path of a tokenizer.json"
+        ) from error
     except OSError as error:
-        raise WanmaError(f"{key}: cannot read '{name}': {error.strerror or error}") from error
+        raise WanmaError(f"data.tokenizer: cannot read '{name}': {error.strerror or error}") from error

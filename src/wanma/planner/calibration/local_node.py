@@ -12,36 +12,31 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.resource_limits import cpu_model
 
 
-def rank_counts(
-    node: NodeGroup, requested: Sequence[int], *, min_ranks: int = 1, uses_gpus: bool = True
-) -> list[int]:
+def rank_counts(node: NodeGroup, requested: Sequence[int]) -> list[int]:
     """Return the rank counts to measure with, ascending; default: powers of two up to its GPUs or cores.
 
     Args:
         requested: rank counts that the user gave; empty: the default.
-        min_ranks: fewest ranks of a measurement.
-        uses_gpus: use GPUs, if there are some, one for each rank. CPU ranks may share cores.
 
     Raises:
         JobError: a rank count is too small, or larger than the node's number of GPUs.
     """
-    gpus = len(node.devices) if uses_gpus else 0
+    gpus = len(node.devices)
     max_ranks = gpus or node.cores
     if requested:
-        if min(requested) < min_ranks:
-            words = "one rank" if min_ranks == 1 else f"{min_ranks} ranks"
-            raise JobError(f"--ranks {min(requested)}: a calibration needs at least {words}")
+        if min(requested) < 1:
+            raise JobError(f"--ranks {min(requested)}: a calibration needs at least one rank")
         if gpus and max(requested) > max_ranks:
             raise JobError(
                 f"--ranks {max(requested)}: this node has {max_ranks} GPUs", f"give at most {max_ranks}"
             )
         return sorted(set(requested))
-    return [1 << power for power in range(max_ranks.bit_length()) if 1 << power >= min_ranks] or [min_ranks]
+    return [1 << power for power in range(max_ranks.bit_length())]
 
 
-def baseline_plan(node: NodeGroup, ranks: int, node_count: int = 1, *, uses_gpus: bool = True) -> Plan:
+def baseline_plan(node: NodeGroup, ranks: int, node_count: int = 1) -> Plan:
     """Return a plan of replicas alone, with `ranks` on each of `node_count` nodes like this one."""
-    device = "cuda" if node.devices and uses_gpus else "cpu"
+    device = "cuda" if node.devices else "cpu"
     threads = max(node.cores // ranks, 1)
     return Plan(dp_replicate=ranks * node_count, device=device, threads_per_rank=threads)
 

@@ -136,9 +136,7 @@ class CachedRows(NamedTuple):
         return 1.0 - self.read_rows / self.used_rows if self.used_rows else 1.0
 
 
-def cached_rows(
-    workload: Workload, plan: Plan, global_batch: int, exponent: float = ZIPF_EXPONENT
-) -> CachedRows:
+def cached_rows(workload: Workload, plan: Plan, global_batch: int) -> CachedRows:
     """Return the use of `plan.embedding_memory_bytes`, which must not be None, by the fullest rank."""
     assert plan.embedding_memory_bytes is not None
     ranks, element_bytes = plan.data_parallel_size, master_weight_bytes(plan)
@@ -154,9 +152,9 @@ def cached_rows(
     used, read = 0.0, [0.0]
     for table, count in fullest:
         draws, share = global_batch * table.ids_per_sample, count / table.rows
-        used += share * distinct_ids(table.rows, draws, exponent)
+        used += share * distinct_ids(table.rows, draws)
         first = round(table.rows * memory_rows / rows)
-        read.append(share * distinct_ids(table.rows, draws, exponent, first))
+        read.append(share * distinct_ids(table.rows, draws, first))
     pages = -(-record_bytes // _PAGE_BYTES)
     return CachedRows(rows, memory_rows, used, sum(read), 2 * sum(read) * pages * _PAGE_BYTES)
 
@@ -226,7 +224,7 @@ def _record_elements(table: EmbeddingTable) -> float:
     return table.width + table.state_elements_per_row
 
 
-def distinct_ids(rows: int, draws: float, exponent: float = ZIPF_EXPONENT, first: int = 0) -> float:
+def distinct_ids(rows: int, draws: float, first: int = 0) -> float:
     """Return the expected number of different ids among `draws` of a table's, which follow Zipf's law.
 
     A row of probability p is drawn with probability 1 − exp(−draws × p); rows are added up in groups of like
@@ -235,12 +233,11 @@ def distinct_ids(rows: int, draws: float, exponent: float = ZIPF_EXPONENT, first
     Args:
         rows: rows of the table.
         draws: number of ids.
-        exponent: of Zipf's law.
         first: number of the most frequent ids that do not count.
     """
     edges = np.unique(np.geomspace(1, rows + 1, 400).astype(np.int64))
     counts = np.diff(edges)
-    weights = ((edges[:-1] + edges[1:] - 1) / 2) ** -exponent
+    weights = ((edges[:-1] + edges[1:] - 1) / 2) ** -ZIPF_EXPONENT
     probabilities = weights / (weights * counts).sum()
     counted = np.clip(edges[1:] - np.maximum(edges[:-1], first + 1), 0, None)
     return float((counted * -np.expm1(-draws * probabilities)).sum())

@@ -15,6 +15,7 @@ from statistics import fmean
 
 from wanma.job.forecast.forecast import StepTime
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Schedule
 from wanma.planner.cost.data_parallel import DataParallelCost, exposed_seconds
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.cost.layer_cost import LayerCost
@@ -83,6 +84,12 @@ class StepComponents:
     """Threads of all ranks per core, as in `HardwareModel.shared`."""
     site_exchange: SiteExchange | None = None
     """Exchange between sites; None for a plan without sites."""
+
+    @property
+    def pipeline(self) -> tuple[Schedule, tuple[StageCost, ...], int, int, float, int | None]:
+        """Return the arguments of `simulate_pipeline`."""
+        plan, send_seconds = self.plan, self.stage_send_seconds
+        return plan.schedule, self.costs, plan.pp, self.micro_batches, send_seconds, self.in_flight
 
     def exposed_reduce_gather_seconds(self, slowest_rank: int) -> tuple[float, float]:
         """Return the seconds that reduction and gather add to the step, (reduce, gather).
@@ -205,14 +212,7 @@ def assemble_step_time(
 ) -> StepTime:
     """Return the step's time: the pipeline's schedule is simulated, and the components are added to it."""
     plan = components.plan
-    simulated = simulate(
-        plan.schedule,
-        components.costs,
-        plan.pp,
-        components.micro_batches,
-        components.stage_send_seconds,
-        components.in_flight,
-    )
+    simulated = simulate(*components.pipeline)
     busiest = max(range(plan.pp), key=lambda rank: simulated.compute_seconds[rank])
     rank_kinds = [
         part[stage]

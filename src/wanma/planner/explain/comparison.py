@@ -186,12 +186,9 @@ def _tensor_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -
     return _mesh_dimension_text(problem, "TP", plan.tp, 1)
 
 
-def _context_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
-    return _mesh_dimension_text(problem, "CP", plan.cp, plan.tp)
-
-
-def _expert_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
-    return _mesh_dimension_text(problem, "EP", plan.ep, plan.tp)
+def _outer_dimension_cause(axis: str) -> Cause:
+    """Return the cause for a mesh dimension whose ranks are `tp` apart."""
+    return lambda problem, plan, _: _mesh_dimension_text(problem, axis.upper(), getattr(plan, axis), plan.tp)
 
 
 def _data_parallel_cause(problem: PlanningProblem, plan: Plan, other: Plan) -> str:
@@ -257,10 +254,6 @@ def _recompute_text(plan: Plan) -> str:
     return f"{plan.recompute}{share}"
 
 
-def _no_cause(_problem: PlanningProblem, _plan: Plan, _other: Plan) -> str:
-    return ""
-
-
 def _constant_text(text: str) -> Callable[[Plan], str]:
     return lambda _plan: text
 
@@ -279,12 +272,12 @@ Cause = Callable[[PlanningProblem, Plan, Plan], str]
 _KINDS: dict[str, tuple[Callable[[Plan], str], Cause]] = {
     "compute": (_constant_text("compute"), _compute_cause),
     "tensor": (_tensor_exchange, _tensor_parallel_cause),
-    "context": (_context_exchange, _context_parallel_cause),
-    "expert": (_constant_text("exposed token dispatch"), _expert_parallel_cause),
+    "context": (_context_exchange, _outer_dimension_cause("cp")),
+    "expert": (_constant_text("exposed token dispatch"), _outer_dimension_cause("ep")),
     "data": (_constant_text("exposed gradient reduction and parameter gather"), _data_parallel_cause),
     "moving": (_constant_text("exposed offload transfer"), _offload_cause),
     "bubble": (_constant_text("pipeline bubble"), _bubble_cause),
     "optimizer": (_constant_text("optimizer"), _optimizer_cause),
-    "loading": (_constant_text("exposed data loading"), _no_cause),
-    "checkpoint": (_constant_text("checkpoint saving"), _no_cause),
+    "loading": (_constant_text("exposed data loading"), lambda *_: ""),
+    "checkpoint": (_constant_text("checkpoint saving"), lambda *_: ""),
 }

@@ -93,14 +93,7 @@ def build_timeline(
         loading_seconds: wait for data, at its beginning.
     """
     plan = components.plan
-    intervals = simulate_pipeline_intervals(
-        plan.schedule,
-        components.costs,
-        plan.pp,
-        components.micro_batches,
-        components.stage_send_seconds,
-        components.in_flight,
-    )
+    intervals = simulate_pipeline_intervals(*components.pipeline)
     if components.threads_per_core > 1:
         intervals = _on_shared_cores(intervals, components)
     by_rank: list[list[Interval]] = [[] for _ in range(plan.pp)]

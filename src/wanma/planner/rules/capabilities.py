@@ -8,6 +8,7 @@ reason. Sizes that do not divide are checked by `rules.mesh`. Pure functions, wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from wanma.job.cluster import Cluster
@@ -188,14 +189,6 @@ def _disallowed_approximation(query: _SupportQuery) -> JobError | None:
     return None
 
 
-def _compressed(query: _SupportQuery) -> JobError | None:
-    return unsupported_compression_error(query.plan, query.cluster)
-
-
-def _fp8(query: _SupportQuery) -> JobError | None:
-    return unsupported_fp8_error(query.plan, query.cluster)
-
-
 def _compiled_recompute(query: _SupportQuery) -> JobError | None:
     if supports_compiled_recompute(query.plan, query.torch_version):
         return None
@@ -292,10 +285,6 @@ def _compares_items_of_batch(job: Job) -> bool:
     return objective == "in_batch_softmax" or (objective is None and is_default)
 
 
-def _split_factors(query: _SupportQuery) -> JobError | None:
-    return factored_optimizer_error(query.job.train.optimizer, query.plan)
-
-
 def _split_backward(query: _SupportQuery) -> JobError | None:
     plan = query.plan
     splits_backward = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
@@ -313,24 +302,20 @@ def _split_backward(query: _SupportQuery) -> JobError | None:
     )
 
 
-def _servers(query: _SupportQuery) -> JobError | None:
-    return unsupported_servers_error(
-        query.job, query.plan, compares_items=_compares_items_of_batch(query.job)
-    )
-
-
-_SUPPORT_CHECKS = (
+_SUPPORT_CHECKS: tuple[Callable[[_SupportQuery], JobError | None], ...] = (
     _unsupported_device,
-    _servers,
+    lambda query: unsupported_servers_error(
+        query.job, query.plan, compares_items=_compares_items_of_batch(query.job)
+    ),
     _placed_replicas,
     _balance_without_timing,
     _undeclared_model_layout,
     _in_batch_negatives,
     _embedding_tables,
     _disallowed_approximation,
-    _compressed,
-    _fp8,
+    lambda query: unsupported_compression_error(query.plan, query.cluster),
+    lambda query: unsupported_fp8_error(query.plan, query.cluster),
     _compiled_recompute,
-    _split_factors,
+    lambda query: factored_optimizer_error(query.job.train.optimizer, query.plan),
     _split_backward,
 )

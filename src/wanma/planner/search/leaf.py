@@ -196,14 +196,7 @@ class _Variant:
         self.is_simulated[row] = True
         # The same costs as the forecast's to the last bit, so that it reuses this simulation.
         parts = step_components(cost_cache.problem, plan)
-        simulated = cost_cache.simulate_pipeline(
-            plan.schedule,
-            parts.costs,
-            plan.pp,
-            parts.micro_batches,
-            parts.stage_send_seconds,
-            parts.in_flight,
-        )
+        simulated = cost_cache.simulate_pipeline(*parts.pipeline)
         return self._on_shared_cores(row, simulated.seconds) - float(self._pipeline_bounds[row])
 
     def _on_shared_cores(self, row: int, seconds: float) -> float:
