@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from wanma.engines.hosts import host_files
-from wanma.engines.hosts.connections import Host, HostError, Reply
+from wanma.engines.hosts.connections import Connections, Host, HostError, Reply
 from wanma.engines.hosts.records import (
     RecordOwner,
     RecordSource,
@@ -146,7 +146,7 @@ def test_a_host_cannot_write_outside_the_run_directory(tmp_path: Path, name: str
     assert not Path("/tmp/evil").exists()
 
 
-class HostsHere:
+class HostsHere(Connections):
     """Connections whose hosts are folders of this process: `ask` calls the host's program."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +156,14 @@ class HostsHere:
 
     def ask(
         self,
-        asked: Host,
+        host: Host,
         program: Any,
-        request: dict[str, Any],
-        data: bytes = b"",
+        request: Any,
+        data: Any = b"",
         seconds: float = 0,  # as of SshConnections
     ) -> Reply:
-        if asked in self.lost:
-            raise HostError(asked, f"{asked.text}: it cannot be reached", "")
+        if host in self.lost:
+            raise HostError(host, f"{host.text}: it cannot be reached", "")
         values: list[Any] = []
         self.operations.append(request["operation"])
         output = Buffered()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ from wanma.api.engines.control import (
 from wanma.api.engines.script_submission import submit_script
 from wanma.api.engines.submission import submit_job
 from wanma.api.run.job_run import train_job
-from wanma.engines.hosts.connections import Host, HostError, Reply
+from wanma.engines.hosts.connections import Connections, Host, HostError, Reply
 from wanma.engines.ssh.engine import SshEngine
 from wanma.engines.ssh.placement import PlacedNode
 from wanma.job.errors import WanmaError
@@ -333,9 +334,9 @@ def test_cancel_now_ends_a_run_at_once_and_leaves_no_process(site: SshSite) -> N
 def test_hosts_with_other_settings_of_ssh_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Barrier(2)
 
-    class Silent:
-        def ask(self) -> None:
-            """Never called."""
+    class Silent(Connections):
+        def ask(self, *_: Any, **__: Any) -> Reply:
+            raise AssertionError("asked by itself")
 
         def ask_all(self, questions: Mapping[Host, object]) -> tuple[dict[Host, Reply], list[HostError]]:
             both.wait(60)

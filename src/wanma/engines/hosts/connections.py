@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +106,14 @@ class Connections(ABC):
                 except HostError as error:
                     failures.append(error)
         return answers, failures
+
+    def ask_each(
+        self, program: ModuleType, requests: Mapping[Host, Mapping[str, Any]]
+    ) -> tuple[dict[Host, Reply], list[HostError]]:
+        """Ask each host its own question to a program, as `ask_all`."""
+        return self.ask_all(
+            {host: partial(self.ask, host, program, request) for host, request in requests.items()}
+        )
 
 
 def make_message(program: ModuleType, request: Mapping[str, Any]) -> bytes:

@@ -118,21 +118,15 @@ def send_history(connections: Connections, sources: Sequence[RecordSource], run:
     if not known:
         return
     first = sources[0]
-    answers, failures = connections.ask_all(
-        {
-            source.host: partial(
-                connections.ask,
-                source.host,
-                host_files,
-                {
-                    "operation": "compare",
-                    "folder": source.folder,
-                    "known": known if source is first else {},
-                },
-            )
-            for source in sources
+    requests = {
+        source.host: {
+            "operation": "compare",
+            "folder": source.folder,
+            "known": known if source is first else {},
         }
-    )
+        for source in sources
+    }
+    answers, failures = connections.ask_each(host_files, requests)
     if failures:
         raise join_errors(failures, "hosts of the run do not answer:")
     listed = [name for answer in answers.values() for name in answer.value["checkpoints"]]

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from wanma.engines.environment.archive import (
     make_archive,
     save_archive,
 )
-from wanma.engines.hosts.connections import Host, HostError, join_errors
+from wanma.engines.hosts.connections import Host, HostError, Reply, join_errors
 from wanma.engines.hosts.records import RecordSource, fetch_records, record_owner, send_history
 from wanma.engines.lease.shell_time import limit_time
 from wanma.engines.ssh import host_supervision
@@ -54,7 +53,6 @@ from wanma.engines.ssh.placement import (
     remove_run,
     start_supervisors,
     stop_supervisors,
-    without_hold,
 )
 from wanma.job.errors import EXIT_INTERRUPTED, EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
@@ -137,18 +135,8 @@ class SshEngine(Engine):
             for number in chosen:
                 for node in _nodes(handles[number]):
                     questions.setdefault(node.host, []).append((number, node))
-            connections = self._connect(*key)
-            answers, failed = connections.ask_all(
-                {
-                    host: partial(
-                        connections.ask,
-                        host,
-                        host_supervision,
-                        {"operation": "state", "runs": [[node.folder, node.rank] for _, node in asked]},
-                    )
-                    for host, asked in questions.items()
-                }
-            )
+            nodes = {host: [node for _, node in asked] for host, asked in questions.items()}
+            answers, failed = _ask_states(self._connect(*key), nodes)
             for host, answer in answers.items():
                 for (number, node), state in zip(questions[host], answer.value, strict=True):
                     states[number][node.rank] = state
@@ -213,7 +201,7 @@ class SshEngine(Engine):
             return handle
         connections = self._connect_to(handle)
         snapshot = _snapshot(submission, handle["digest"])
-        unheld = without_hold(submission)
+        unheld = replace(submission, is_held=False)  # they outlive this command
         prepare_hosts(connections, added, unheld, snapshot)
         start_supervisors(connections, added, unheld, handle["digest"], handle["rendezvous"], joins=True)
         return {**handle, "nodes": [node.to_json() for node in (*placed, *added)]}
@@ -282,18 +270,7 @@ class SshEngine(Engine):
 
         A host that does not answer is lost to the run.
         """
-        connections = self._connect_to(handle)
-        answers, _ = connections.ask_all(
-            {
-                node.host: partial(
-                    connections.ask,
-                    node.host,
-                    host_supervision,
-                    {"operation": "state", "runs": [[node.folder, node.rank]]},
-                )
-                for node in placed
-            }
-        )
+        answers, _ = _ask_states(self._connect_to(handle), {node.host: [node] for node in placed})
         return [
             node
             for node in placed
@@ -302,14 +279,16 @@ class SshEngine(Engine):
 
     def _failures(self, handle: Handle) -> list[HostError]:
         """Return the hosts of a run that do not answer."""
-        connections = self._connect_to(handle)
-        questions = {
-            node.host: partial(
-                connections.ask, node.host, host_supervision, {"operation": "state", "runs": []}
-            )
-            for node in _nodes(handle)
-        }
-        return connections.ask_all(questions)[1]
+        return _ask_states(self._connect_to(handle), {node.host: [] for node in _nodes(handle)})[1]
+
+
+def _ask_states(
+    connections: SshConnections, nodes: Mapping[Host, Sequence[PlacedNode]]
+) -> tuple[dict[Host, Reply], list[HostError]]:
+    """Ask all hosts for the states of supervisors there, as `Connections.ask_each`."""
+    runs = {host: [[node.folder, node.rank] for node in asked] for host, asked in nodes.items()}
+    requests = {host: {"operation": "state", "runs": asked} for host, asked in runs.items()}
+    return connections.ask_each(host_supervision, requests)
 
 
 def _ordered(submission: Submission) -> list[Host]:

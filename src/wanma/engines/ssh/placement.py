@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,7 @@ class PlacedNode:
     """Interpreter of the run's environment there; empty: that of the connections."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "host": [self.host.text, self.host.destination, self.host.port],
-            "hostname": self.hostname,
-            "rank": self.rank,
-            "folder": self.folder,
-            "code": self.code,
-            "is_leaving": self.is_leaving,
-            "python": self.python,
-        }
+        return {**asdict(self), "host": [self.host.text, self.host.destination, self.host.port]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlacedNode:
@@ -97,7 +89,6 @@ def prepare_hosts(
     nodes: Sequence[PlacedNode],
     submission: Submission,
     snapshot: CodeSnapshot,
-    token: str | None = None,
 ) -> bool:
     """Write the run's files on each host, and send the code to those that lack it.
 
@@ -109,7 +100,7 @@ def prepare_hosts(
     """
     run = RunDirectory(submission.run_directory)
     texts = {path.name: path.read_text(encoding="utf-8") for path in run.engine_files.glob("*.toml")}
-    token = token or secrets.token_hex(8)
+    token = secrets.token_hex(8)
 
     def prepare(node: PlacedNode, *, makes_token: bool) -> Reply:
         request = {
@@ -155,21 +146,9 @@ def remove_run(connections: SshConnections, nodes: Sequence[PlacedNode], run_dir
     Raises:
         WanmaError: a host does not answer, or its files are of another run.
     """
-    _, failures = connections.ask_all(
-        {
-            node.host: partial(
-                connections.ask,
-                node.host,
-                host_files,
-                {
-                    "operation": "remove",
-                    "folder": node.folder,
-                    "origin": [str(run_directory), socket.gethostname()],
-                },
-            )
-            for node in nodes
-        }
-    )
+    request = {"operation": "remove", "origin": [str(run_directory), socket.gethostname()]}
+    requests = {node.host: {**request, "folder": node.folder} for node in nodes}
+    _, failures = connections.ask_each(host_files, requests)
     if failures:
         raise join_errors(failures, "hosts keep the files of the run:")
 
@@ -314,23 +293,9 @@ def stop_supervisors(
     connections: SshConnections, nodes: Sequence[PlacedNode], *, is_immediate: bool
 ) -> list[HostError]:
     """Ask the supervisors to end in order, or end them at once; return the hosts that do not answer."""
-    _, failures = connections.ask_all(
-        {
-            node.host: partial(
-                connections.ask,
-                node.host,
-                host_supervision,
-                {
-                    "operation": "stop",
-                    "folder": node.folder,
-                    "rank": node.rank,
-                    "is_immediate": is_immediate,
-                },
-            )
-            for node in nodes
-        }
-    )
-    return failures
+    request = {"operation": "stop", "is_immediate": is_immediate}
+    requests = {node.host: {**request, "folder": node.folder, "rank": node.rank} for node in nodes}
+    return connections.ask_each(host_supervision, requests)[1]
 
 
 def let_leave(connections: SshConnections, nodes: Sequence[PlacedNode]) -> None:
@@ -339,17 +304,8 @@ def let_leave(connections: SshConnections, nodes: Sequence[PlacedNode]) -> None:
     Raises:
         WanmaError: a host does not answer.
     """
-    _, failures = connections.ask_all(
-        {
-            node.host: partial(
-                connections.ask,
-                node.host,
-                host_supervision,
-                {"operation": "leave", "folder": node.folder, "rank": node.rank},
-            )
-            for node in nodes
-        }
-    )
+    requests = {node.host: {"operation": "leave", "folder": node.folder, "rank": node.rank} for node in nodes}
+    _, failures = connections.ask_each(host_supervision, requests)
     if failures:
         raise join_errors(failures, "hosts that are to leave the run do not answer:")
 
@@ -379,8 +335,3 @@ def candidate_addresses(facts: Mapping[str, Any], host: Host, interface: str | N
     addresses = [facts["reached_at"], *(address for _, address in named)]
     usable = [address for address in addresses if address and ":" not in address]
     return list(dict.fromkeys(sorted(usable, key=lambda address: address.startswith("127."))))
-
-
-def without_hold(submission: Submission) -> Submission:
-    """Return the submission of supervisors that outlive this command."""
-    return replace(submission, is_held=False)
