@@ -25,6 +25,7 @@ from wanma.report.components.html_elements import (
     key_figure_tiles,
     legend_entry,
     reason_list,
+    table_header,
     table_row,
 )
 from wanma.report.components.line_chart import chart_figure
@@ -146,11 +147,10 @@ def _step_comparison(report: Report) -> str:
     rows = "".join(
         table_row(escape(comparison.name.replace("_", " and ")), *comparison.texts) for comparison in lines
     )
-    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
+    head = table_header(("", "forecast", "measured", ""))
     return card(
         "Step time: forecast and measured",
-        f"<table><tr>{heads}</tr>{rows}</table><p "
-        f"class=note>{escape(forecast_comparison_sentence(report))}</p>",
+        f"<table>{head}{rows}</table><p class=note>{escape(forecast_comparison_sentence(report))}</p>",
     )
 
 
@@ -190,14 +190,14 @@ def _ranks(report: Report) -> str:
     ranks = rank_memory_comparisons(report)
     if len(ranks) < 2:
         return ""
-    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
+    head = table_header(("", "forecast", "measured", ""))
     rows = "".join(
         table_row(comparison.name.removeprefix(f"{MEMORY} of "), *comparison.texts)
         for comparison in ranks[:MAX_SHOWN_RANKS]
     )
     hidden_count = len(ranks) - MAX_SHOWN_RANKS
     note = f"<p class=note>and {hidden_count} more ranks</p>" if hidden_count > 0 else ""
-    return f"<table><tr>{heads}</tr>{rows}</table>{note}"
+    return f"<table>{head}{rows}</table>{note}"
 
 
 def _phases(report: Report) -> str:
@@ -228,7 +228,7 @@ def _exposed(report: Report) -> str:
     kinds = exposed_communication(report)
     if not kinds:
         return ""
-    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "exposed", "total", ""))
+    head = table_header(("", "forecast", "exposed", "total", ""))
     rows = "".join(
         table_row(
             escape(kind.name),
@@ -239,7 +239,7 @@ def _exposed(report: Report) -> str:
         )
         for kind in kinds
     )
-    return card("Communication of a median step, rank 0", f"<table><tr>{heads}</tr>{rows}</table>")
+    return card("Communication of a median step, rank 0", f"<table>{head}{rows}</table>")
 
 
 def _details(report: Report) -> str:
