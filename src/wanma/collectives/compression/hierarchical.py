@@ -47,19 +47,10 @@ class NodeGroups:
 
 
 @dataclass(frozen=True)
-class OwnedSlice:
-    """Elements `start` to `stop` of a piece, summed by one owner on each node."""
+class OwnedSlice(BucketSlice):
+    """Slice that one owner on each node sums; its offset is within the elements that the owner sums."""
 
-    tensor: BucketTensor
-    start: int
-    stop: int
     owner: int
-    offset: int
-    """Offset within the elements that the owner sums."""
-
-    @property
-    def buffer_range(self) -> slice:
-        return slice(self.offset, self.offset + self.stop - self.start)
 
 
 class HierarchicalCompressor:
@@ -175,7 +166,7 @@ def split_among_ranks(slices: Sequence[BucketSlice], ranks: int) -> list[OwnedSl
         while start < bucket_slice.stop:
             owner, offset = divmod(bucket_slice.offset + start - bucket_slice.start, row)
             stop = min(bucket_slice.stop, start + row - offset)
-            parts.append(OwnedSlice(bucket_slice.tensor, start, stop, owner, offset))
+            parts.append(OwnedSlice(bucket_slice.tensor, start, stop, offset, owner))
             start = stop
     return parts
 

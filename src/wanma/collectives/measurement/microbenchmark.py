@@ -94,19 +94,6 @@ def round_up_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
     return math.ceil(buffer_bytes / dtype.itemsize / ranks) * ranks * dtype.itemsize
 
 
-def measure_memory_copy(
-    buffer_bytes: int, group: dist.ProcessGroup, device: torch.device, target_seconds: float = 0.05
-) -> float:
-    """Measure a copy of a buffer within the device's memory, on all ranks at once, in seconds on the slowest.
-
-    Everything that ranks of one host exchange crosses its memory at least once, so this is the limit of their
-    links.
-    """
-    source = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return measure_slowest(lambda: target.copy_(source), group, device, target_seconds)
-
-
 def measure_slowest(
     run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, target_seconds: float
 ) -> float:

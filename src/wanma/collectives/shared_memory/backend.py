@@ -134,8 +134,7 @@ def _create_group(options: Any, shared_memory_options: SharedMemoryOptions) -> A
             )
         _fallback_reasons[str(options.group_id)] = reason
         return gloo
-    hosts = (tuple(range(ranks)),)
-    return SharedMemoryProcessGroup(store, arena, gloo, options.timeout, hosts)
+    return SharedMemoryProcessGroup(store, arena, gloo, options.timeout)
 
 
 def _find_incompatibility(members: Sequence[_RankCapability]) -> str:

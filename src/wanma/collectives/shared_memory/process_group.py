@@ -63,21 +63,12 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         arena: the ranks' shared memory.
         gloo: Gloo group of the same ranks.
         timeout: limit of every collective that has none of its own.
-        ranks_by_host: ranks of this group on each host; a group is on one host so far.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        arena: Arena,
-        gloo: Any,
-        timeout: timedelta,
-        ranks_by_host: tuple[tuple[int, ...], ...],
-    ) -> None:
+    def __init__(self, store: Any, arena: Arena, gloo: Any, timeout: timedelta) -> None:
         super().__init__(arena.rank, arena.layout.ranks)  # type: ignore[call-arg]  # torch's other one makes no subclass
         self._arena, self._gloo, self._timeout = arena, gloo, timeout
         self._rank, self._ranks = arena.rank, arena.layout.ranks
-        self.ranks_by_host = ranks_by_host
         self._flight_recorder = FlightRecorder()
         self._point_to_point = PointToPoint(arena, weakref.proxy(self))
         self._future_completer = FutureCompleter()

@@ -20,7 +20,6 @@ class ModuleStateDictAdapter:
     tied_tensors: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, model: nn.Module) -> None:
-        self._first = {name for name, _ in model.named_parameters()}
         # Files hold a shared parameter under one of its names, or under several.
         self._names_by_identity: dict[int, list[str]] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -138,18 +138,11 @@ def map_tensor(
     )
 
 
-def map_unstacked_rows(name_pattern: str, shape: Shape, *, is_transposed: bool = False) -> TensorMapping:
+def map_unstacked_rows(name_pattern: str, shape: Shape) -> TensorMapping:
     """Return the slices of a parameter with a tensor for each row; `name_pattern` holds "{}" for the row."""
     offset = (0,) * (len(shape) - 1)
     return tuple(
-        TensorSlice(
-            name_pattern.format(row),
-            row,
-            (1, *shape[1:]),
-            offset,
-            is_transposed=is_transposed,
-            is_single_row=True,
-        )
+        TensorSlice(name_pattern.format(row), row, (1, *shape[1:]), offset, is_single_row=True)
         for row in range(shape[0])
     )
 
