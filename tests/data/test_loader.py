@@ -57,7 +57,6 @@ def test_steps_come_in_order_and_equal_those_loaded_by_hand(threads: int) -> Non
         found = list(steps)
         by_hand = [steps.load(step) for step in range(6)]
     assert [step.step for step in found] == list(range(6))
-    assert [step.samples_consumed_before for step in found] == [0, 4, 8, 12, 16, 20]
     for one, other in zip(found, by_hand, strict=True):
         assert [b.samples.tolist() for b in one.micro_batches] == [
             b.samples.tolist() for b in other.micro_batches

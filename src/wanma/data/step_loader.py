@@ -27,6 +27,7 @@ from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import LEAST_STEPS_AHEAD
+from wanma.job.sections.job import Job
 from wanma.job.sections.train import TrainSection
 
 _HANDOVER_SECONDS = 0.5e-3
@@ -44,8 +45,6 @@ class StepBatches:
 
     step: int
     """Number of optimizer steps before it."""
-    samples_consumed_before: int
-    """Samples consumed by the steps before it, over all ranks."""
     global_batch_size: int
     micro_batches: list[Batch]
     """Micro-batches in order.
@@ -78,6 +77,23 @@ class StepLoader:
 
     It is its own context manager.
     """
+
+    @classmethod
+    def of_job(
+        cls, job: Job, dataset: BatchedDataset, plan: Plan, data_parallel_rank: int, start_step: int
+    ) -> StepLoader:
+        """Return the loader of a run of a job; arguments as of the constructor."""
+        return cls(
+            dataset,
+            plan,
+            job.train,
+            data_parallel_rank,
+            start_step,
+            prefetch=job.data.prefetch,
+            threads=job.data.worker_count,
+            pin_memory=plan.device == "cuda",
+            prefetch_bytes=job.data.prefetch_bytes,
+        )
 
     def __init__(
         self,
@@ -212,7 +228,7 @@ class StepLoader:
         ]
         if self._pin_memory:
             micro_batches = [map_batch(batch, Tensor.pin_memory) for batch in micro_batches]
-        return StepBatches(step, first_sample, size, micro_batches)
+        return StepBatches(step, size, micro_batches)
 
     def close(self) -> None:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""

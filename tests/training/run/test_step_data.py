@@ -30,7 +30,7 @@ def step(number: int, *bad: BadSample) -> StepBatches:
         torch.tensor([2 * number, 2 * number + 1]),
         torch.ones(2, dtype=torch.bool),
     )
-    return StepBatches(number, 2 * number, 2, [replace(batch, bad_samples=bad)])
+    return StepBatches(number, 2, [replace(batch, bad_samples=bad)])
 
 
 def bad(sample: int, *, is_substituted: bool = False) -> BadSample:
@@ -119,7 +119,7 @@ def test_a_sample_that_several_ranks_have_met_counts_once(
     report, _ = step_data(tmp_path, limit=2, ranks=2)
     report.begin(data(), step(0, bad(0)))
     joined = [{bad(0).place, bad(1).place}, {bad(number).place for number in range(3)}]
-    monkeypatch.setattr(module, "_join_places", lambda *_: joined.pop(0))
+    monkeypatch.setattr(module, "all_gather_objects", lambda *_: [joined.pop(0)])
     for _ in range(2):  # asked once, while no rank meets another one
         report.take_exchanged_sums((0.0, 4.0))
     assert len(joined) == 1

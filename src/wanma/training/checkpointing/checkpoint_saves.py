@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from wanma.checkpoint.save.checkpointer import Checkpointer, SaveResult, last_save_error
+from wanma.checkpoint.store.best_metric import BestMetric
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
@@ -17,7 +17,6 @@ from wanma.parallel.memory.disk_pool import state_disk_pool
 from wanma.training.checkpointing.checkpoint_uploads import CheckpointUploads
 from wanma.training.checkpointing.private_folders import PrivateFolders
 from wanma.training.checkpointing.training_state import TrainingState, random_state
-from wanma.training.loss.best_metric import best_metric_of
 
 PROGRESS_INTERVAL_SECONDS = 5.0
 """Seconds between two signs of life while a checkpoint is being written."""
@@ -66,7 +65,7 @@ class CheckpointSaves:
             generation=worker.generation,
             keep=job.checkpoint.keep,
             keep_best=job.checkpoint.keep_best,
-            best_by=best_metric_of(job.checkpoint),
+            best_by=BestMetric(job.checkpoint.best_metric, job.checkpoint.best_mode),
             keep_every_steps=job.checkpoint.keep_every_steps,
             locked_paths=self.uploads.locked_paths,
             replicas=stage_ranks,
@@ -111,10 +110,7 @@ class CheckpointSaves:
         if self._full_every == 1:
             return True
         is_full = self._saves_since_full >= self._full_every or not self._checkpointer.can_save_increment
-        answers = [is_full] * self._worker.world_size
-        if self._worker.world_size > 1:
-            dist.all_gather_object(answers, is_full)
-        return any(answers)
+        return any(all_gather_objects(is_full, self._worker.world_size))
 
     def wait(self) -> list[SaveResult]:
         """Wait for pending saves, with signs of life: a slow disk is no hang."""

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
 from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.remote.uploader import Uploader, UploadResult
+from wanma.checkpoint.store.best_metric import BestMetric
 from wanma.checkpoint.store.checkpoint_folder import RetentionPolicy
 from wanma.job.errors import WanmaError
 from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.checkpoint import CheckpointSection
 from wanma.observe.units import bytes_text, duration_text
-from wanma.training.loss.best_metric import best_metric_of
 
 Result = TypeVar("Result")
 
@@ -43,9 +43,8 @@ class CheckpointUploads:
         if section.upload is not None and worker.rank == 0:
             keep = None
             if section.upload_keep:
-                keep = RetentionPolicy(
-                    section.upload_keep, section.keep_best, section.keep_every_steps, best_metric_of(section)
-                )
+                best = BestMetric(section.best_metric, section.best_mode)
+                keep = RetentionPolicy(section.upload_keep, section.keep_best, section.keep_every_steps, best)
             self._uploader = Uploader(
                 worker.run_directory / "checkpoints", section.upload, keep, check_fence=worker.check_fence
             )

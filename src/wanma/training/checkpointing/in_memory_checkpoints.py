@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer, InMemoryCheckpointResult
 from wanma.checkpoint.in_memory.partner_replication import PartnerReplicator
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.resource_limits import usable_memory_bytes
@@ -409,10 +410,7 @@ class InMemoryCheckpoints:
         return f"{text}; recovery from a node failure uses the newest checkpoint on disk"
 
     def _gather_reasons(self, local_reason: str | None) -> list[str | None]:
-        reasons: list[str | None] = [local_reason] * self._worker.world_size
-        if self._worker.world_size > 1:
-            dist.all_gather_object(reasons, local_reason)
-        return reasons
+        return all_gather_objects(local_reason, self._worker.world_size)
 
     def _disable(self) -> str:
         """Stop in-memory checkpoints; all ranks call it together, because some rank could make none."""

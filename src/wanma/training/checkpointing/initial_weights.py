@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
@@ -18,6 +17,7 @@ from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.checkpoint.format.manifest import TensorEntry
 from wanma.checkpoint.load.reader import find_defects, load_tensors
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, first_names
 from wanma.job.plan.plan import Plan
@@ -285,9 +285,7 @@ def _verify_on_all_ranks(path: Path, worker: WorkerContext) -> list[str]:
 
 def gather_problems(local_problems: list[str], worker: WorkerContext) -> list[str]:
     """Return the problems of all ranks, each once."""
-    gathered = [local_problems] * worker.world_size
-    if worker.world_size > 1:
-        dist.all_gather_object(gathered, local_problems)
+    gathered = all_gather_objects(local_problems, worker.world_size)
     return list(dict.fromkeys(problem for problems in gathered for problem in problems))
 
 
@@ -295,6 +293,5 @@ def find_names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[st
     """Return the names that only other ranks hold: of other stages, sites or embedding tables."""
     if plan.pp == 1 and plan.sites == 1 and plan.embedding == "dense":
         return []
-    names_by_rank: list[list[str]] = [[]] * plan.world_size
-    dist.all_gather_object(names_by_rank, list(tensors))
+    names_by_rank = all_gather_objects(list(tensors), plan.world_size)
     return [name for names in names_by_rank for name in names if name not in tensors]

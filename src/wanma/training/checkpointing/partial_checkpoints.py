@@ -6,9 +6,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from wanma.checkpoint.format.manifest import step_folder_name
 from wanma.checkpoint.in_memory.flush import flush_to_disk
@@ -19,6 +16,7 @@ from wanma.checkpoint.in_memory.flushed_parts import (
 )
 from wanma.checkpoint.store.checkpoint_folder import list_committed
 from wanma.checkpoint.store.fallback_folder import list_flushed
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.job.errors import WanmaError, ranks_text
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
@@ -27,7 +25,6 @@ from wanma.observe.sinks.jsonl import restore_steps
 ASSEMBLY_TIMEOUT_SECONDS = 600.0
 """Seconds that the nodes may take to write their parts into the run directory."""
 
-Value = TypeVar("Value")
 RanksByCheckpoint = dict[InMemoryCheckpointKey, list[int]]
 """Ranks whose memory files one node has, by moment."""
 
@@ -53,7 +50,7 @@ def assemble_flushed_parts(folder: Path, worker: WorkerContext, min_step: int) -
         memory_files.setdefault(part.checkpoint_key, {}).update(files)
     saved = max((step for step, _ in [*list_committed(folder), *list_flushed(folder)]), default=-1)
     local_ranks: RanksByCheckpoint = {key: sorted(files) for key, files in memory_files.items()}
-    gathered = _all_gather_objects((saved, local_ranks), worker)
+    gathered = all_gather_objects((saved, local_ranks), worker.world_size)
     if not any(ranks for _, ranks in gathered):
         return []
     saved = max(min_step, gathered[0][0])
@@ -97,7 +94,7 @@ def _assemble(folder: Path, key: InMemoryCheckpointKey, share: dict[int, str], w
                 restore_steps(RunDirectory(worker.run_directory), key.step)
     except WanmaError as error:
         problem = error.message
-    problems = [text for text in _all_gather_objects(problem, worker) if text is not None]
+    problems = [text for text in all_gather_objects(problem, worker.world_size) if text is not None]
     if problems:
         raise WanmaError(
             f"the in-memory checkpoint of step {key.step:,} was written to disk in parts on the nodes, "
@@ -118,10 +115,3 @@ def _writers(key: InMemoryCheckpointKey, gathered: Sequence[RanksByCheckpoint]) 
 
 def _newest_first(key: InMemoryCheckpointKey) -> tuple[int, int, int]:
     return -key.step, -key.generation, key.world_size
-
-
-def _all_gather_objects(value: Value, worker: WorkerContext) -> list[Value]:
-    gathered: list[Value] = [value] * worker.world_size
-    if worker.world_size > 1:
-        dist.all_gather_object(gathered, value)
-    return gathered

@@ -27,6 +27,7 @@ from wanma.checkpoint.load.verification import find_defects
 from wanma.checkpoint.save.checkpointer import CheckpointRelay
 from wanma.checkpoint.save.relay import StoreChannel
 from wanma.checkpoint.store.checkpoint_folder import finalize_folder, list_committed, read_manifest
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.job.errors import WanmaError
 from wanma.job.run.worker import WorkerContext
 
@@ -58,8 +59,7 @@ def find_private_folders(worker: WorkerContext) -> PrivateFolders:
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not (sees := (folder / names[0]).exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    seen = [True] * worker.world_size
-    dist.all_gather_object(seen, sees)
+    seen = all_gather_objects(sees, worker.world_size)
     if worker.rank == 0:
         (folder / names[0]).unlink(missing_ok=True)
     return PrivateFolders(worker, tuple(rank for rank, found in enumerate(seen) if not found))
@@ -109,11 +109,10 @@ class PrivateFolders:
         """
         if not self.ranks:
             return []
-        newest = [-1] * self._worker.world_size
         steps = (
             [step for step, _ in list_committed(self._folder)] if self._leads or not self.is_private else []
         )
-        dist.all_gather_object(newest, max(steps, default=-1))
+        newest = all_gather_objects(max(steps, default=-1), self._worker.world_size)
         source = max(range(len(newest)), key=lambda rank: (newest[rank], -rank))
         step = newest[source]
         if source not in self.ranks or step <= min_step:
@@ -168,8 +167,7 @@ class PrivateFolders:
         return self._worker.rank == self._worker.node_ranks[0]
 
     def _private_leaders(self) -> list[int]:
-        leads = [False] * self._worker.world_size
-        dist.all_gather_object(leads, self._leads and self.is_private)
+        leads = all_gather_objects(self._leads and self.is_private, self._worker.world_size)
         return [rank for rank, is_leader in enumerate(leads) if is_leader]
 
     def _open_channel(self) -> StoreChannel:
@@ -199,8 +197,7 @@ class PrivateFolders:
         while True:
             self._worker.supervisor_client.report_progress(0, activity)
             thread.join(PROGRESS_INTERVAL_SECONDS)
-            states: list[tuple[bool, list[WanmaError]]] = [(False, [])] * self._worker.world_size
-            dist.all_gather_object(states, (not thread.is_alive(), errors))
+            states = all_gather_objects((not thread.is_alive(), errors), self._worker.world_size)
             failures = [error for _, failed in states for error in failed]
             if failures:
                 raise failures[0]

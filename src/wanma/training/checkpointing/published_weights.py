@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from wanma.checkpoint.conversion.huggingface_weights import HuggingFaceWeights
 from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.checkpoint.format.manifest import Box, intersect_boxes
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean, first_lines
 from wanma.job.run.worker import WorkerContext
 from wanma.models.config.huggingface_config import CONFIG_FILE_NAME, read_config_file
@@ -150,10 +150,7 @@ def _require_matching_weights(
 ) -> None:
     differences = [difference for mapping in mappings for difference in mapping.differences]
     known = {tensor for mapping in mappings for tensor in mapping.matched_tensors}
-    local_result = (differences, known)
-    gathered = [local_result] * worker.world_size
-    if worker.world_size > 1:
-        dist.all_gather_object(gathered, local_result)
+    gathered = all_gather_objects((differences, known), worker.world_size)
     differences = list(dict.fromkeys(text for texts, _ in gathered for text in texts))
     known = {tensor for _, tensors in gathered for tensor in tensors}
     _require_no_differences(

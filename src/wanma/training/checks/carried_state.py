@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.job.errors import AllRanksError, JobError
-from wanma.models.layers.batch_norm import GroupedBatchNorm, find_step_statistics_modules
+from wanma.models.layers.batch_norm import find_step_statistics_modules
 from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.torch_internals.dispatch import tree_map_only
-from wanma.torch_internals.loaded import is_compiler_loaded
 from wanma.torch_internals.uncompiled import uncompiled
-from wanma.training.checks.sample_coupling import is_batch_split, refuse_if_coupled
+from wanma.training.checks.sample_coupling import (
+    any_rank,
+    batch_cut_text,
+    eager_without_gradients,
+    evaluation_of_coupling_modules,
+    is_batch_split,
+    refuse_if_coupled,
+    select_rows,
+)
 from wanma.training.checks.state_restoration import SavedState, preserve_state
 from wanma.training.loss.model_outputs import output_tensors
 from wanma.training.run.trainer import Trainer
@@ -55,14 +62,7 @@ def first_samples_forward(
     batch = data.batch(range(first, first + rows)).to(trainer.parallel_mesh.device)
 
     def forward(chosen: Tensor) -> Any:
-        part = replace(
-            batch,
-            inputs=tuple(x[chosen] for x in batch.inputs),
-            targets=batch.targets[chosen],
-            samples=batch.samples[: len(chosen)],
-            real=batch.real[: len(chosen)],
-            keywords={name: x[chosen] for name, x in batch.keywords.items()},
-        )
+        part = select_rows(batch, chosen)
         if not pipelined:
             return forward_backward.output(part)
         return [total.view(1) for total in forward_backward.evaluate_losses([part])]
@@ -309,9 +309,9 @@ def _find_carried_state(passes: _ForwardPasses, rows: int, *, halves: bool) -> s
         (all_rows[: rows // 2], all_rows[rows // 2 :]) if halves else (all_rows, torch.zeros_like(all_rows))
     )
     changes = passes.run(all_rows).changes_anything
-    if _on_any_rank(passes.trainer, passes.has_unkeyed_draws):
+    if any_rank(passes.has_unkeyed_draws, passes.trainer):
         return _UNKEYED_DRAWS
-    if not _on_any_rank(passes.trainer, changes):
+    if not any_rank(changes, passes.trainer):
         return ""
     with passes.on_perturbed_weights() as passes:
         return _difference(passes, all_rows, first, second, halves=halves)
@@ -370,27 +370,12 @@ def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool((a - b).abs().sum() > tolerance * torch.maximum(a.abs(), b.abs()).sum())
 
 
-def _on_any_rank(trainer: Trainer, flag: bool) -> bool:
-    verdict = torch.tensor(float(flag), device=trainer.parallel_mesh.device)
-    if trainer.plan.world_size > 1:
-        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-    return bool(verdict)
-
-
 def _refuse_if_found(trainer: Trainer, part: str) -> None:
-    if not _on_any_rank(trainer, bool(part)):
+    if not any_rank(bool(part), trainer):
         return
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    names: list[str] = [part] * plan.world_size
-    if plan.world_size > 1:
-        dist.all_gather_object(names, part)
-    name = next(name for name in names if name)
-    count = plan.gradient_accumulation_steps(samples)
-    cut = (
-        f"{plan.data_parallel_size} data ranks"
-        if plan.data_parallel_size > 1
-        else f"one rank in {count} micro-batches"
-    )
+    name = next(name for name in all_gather_objects(part, plan.world_size) if name)
+    cut = batch_cut_text(plan, samples)
     remedy = (
         "change no state of the model in its forward pass, or only state that depends on neither the "
         "samples nor the number of passes"
@@ -407,21 +392,6 @@ def _refuse_if_found(trainer: Trainer, part: str) -> None:
 @contextmanager
 def _eager_without_gradients(trainer: Trainer) -> Iterator[None]:
     """Disable gradients and compilation, and evaluate grouped normalization, within the context."""
-    norms = [
-        (module, module.training)
-        for part in trainer.state.parallel_model.model_parts
-        for module in part.modules()
-        if isinstance(module, GroupedBatchNorm)
-    ]
-    with ExitStack() as stack:
-        if trainer.plan.compile or is_compiler_loaded():
-            # Compiled code is made for the shapes of the steps.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.no_grad())
-        for module, _ in norms:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, training in norms:
-                module.training = training
+    parts = trainer.state.parallel_model.model_parts
+    with eager_without_gradients(trainer.plan), evaluation_of_coupling_modules(parts, evaluates=False):
+        yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -75,11 +75,7 @@ def refuse_sample_coupling(
     coupling: tuple[bool, bool] | None = None
     failures: list[Exception] = []
     micro_batch_rows = _micro_batch_rows(plan, samples)
-    with ExitStack() as stack:
-        if plan.compile or is_compiler_loaded():
-            # Compiled code is made for the shapes of the steps.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.no_grad())
+    with eager_without_gradients(plan):
         for rows in _trial_row_counts(plan, samples):
             batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.parallel_mesh.device)
             recorded = _RecordedGlobalBatch(lambda: gatherer.require_gatherable(plan, samples))
@@ -219,7 +215,7 @@ class _LossPasses:
             WanmaError: training would raise it too, or it is not the fault of the user's model or loss.
         """
         parts = self.parallel_model.model_parts
-        selection = _selected(batch, rows, start)
+        selection = select_rows(batch, rows, start)
         self.recorded_batch.begin(start)
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -227,7 +223,7 @@ class _LossPasses:
         try:
             with (
                 nullcontext() if noise is None else rounding_noise(parts, noise),
-                _evaluation_of_coupling_modules(parts, evaluates=not self.user_code.is_user_model),
+                evaluation_of_coupling_modules(parts, evaluates=not self.user_code.is_user_model),
             ):
                 total, count = self.user_code.losses(selection)
             return float(total), float(count)
@@ -292,7 +288,15 @@ class _RecordedGlobalBatch:
 
 
 @contextmanager
-def _evaluation_of_coupling_modules(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
+def eager_without_gradients(plan: Plan) -> Iterator[None]:
+    """Disable gradients, and compiled code, which is made for the shapes of the steps, within the context."""
+    is_compiled = plan.compile or is_compiler_loaded()
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def evaluation_of_coupling_modules(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
     """Set modules that couple samples by groups of the job to evaluation mode; `evaluates`: all modules."""
     modes = [(module, module.training) for part in parts for module in part.modules()]
     for module, _ in modes:
@@ -305,7 +309,7 @@ def _evaluation_of_coupling_modules(parts: Iterable[nn.Module], *, evaluates: bo
             module.training = training
 
 
-def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
+def select_rows(batch: Batch, rows: Tensor, start: int = 0) -> Batch:
     """Return the content of some rows with the positions from `start` on, by which draws are keyed."""
     places = slice(start, start + len(rows))
     return replace(
@@ -435,6 +439,13 @@ def any_rank(found: bool, trainer: Trainer) -> bool:
     return bool(verdict)
 
 
+def batch_cut_text(plan: Plan, samples: int) -> str:
+    """Return the cut of a global batch in words: '4 data ranks', 'one rank in 2 micro-batches'."""
+    if plan.data_parallel_size > 1:
+        return f"{plan.data_parallel_size} data ranks"
+    return f"one rank in {plan.gradient_accumulation_steps(samples)} micro-batches"
+
+
 def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> None:
     """Refuse losses that depend on other samples on any rank; every rank calls it.
 
@@ -448,12 +459,7 @@ def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> No
     if not by_content and not by_number:
         return
     cause = "which other samples share" if by_content else "how many samples share"
-    count = plan.gradient_accumulation_steps(samples)
-    cut = (
-        f"{plan.data_parallel_size} data ranks"
-        if plan.data_parallel_size > 1
-        else f"one rank in {count} micro-batches"
-    )
+    cut = batch_cut_text(plan, samples)
     raise JobError(
         f"the loss of a sample depends on {cause} its micro-batch, so {cut} would train another model than "
         f"a loop over the global batch of {samples} samples",

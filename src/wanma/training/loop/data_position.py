@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.stream_dataset import StreamDataset
@@ -52,9 +51,5 @@ def seek_data(trainer: Trainer, data: BatchedDataset) -> None:
 
 def _first_unlike_rank(data: BatchedDataset, world_size: int) -> int | None:
     """Return the first rank whose data or order differ from those of rank 0; None: all have the same."""
-    own = f"{data.fingerprint} {data.order_identity}"
-    if world_size == 1:
-        return None
-    found = [own] * world_size
-    dist.all_gather_object(found, own)
+    found = all_gather_objects(f"{data.fingerprint} {data.order_identity}", world_size)
     return next((rank for rank, one in enumerate(found) if one != found[0]), None)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from wanma.checkpoint.store.best_metric import BestMetric
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.sections.checkpoint import CheckpointSection
-
-
-def best_metric_of(section: CheckpointSection) -> BestMetric:
-    """Return the job's metric and its direction."""
-    return BestMetric(section.best_metric, section.best_mode)
 
 
 def best_value(section: CheckpointSection, metrics: Mapping[str, float | None]) -> float | None:

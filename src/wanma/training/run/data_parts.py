@@ -7,10 +7,8 @@ import secrets
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.datasets.parted_dataset import DataPart, PartedDataset
 from wanma.data.handover.batch_client import BatchClient
@@ -71,7 +69,7 @@ def join_data_parts(data: BatchedDataset, job: Job, worker: WorkerContext, plan:
         _read_record(worker) if worker.rank == 0 else (),
     )
     try:
-        told = _exchange(own, worker)
+        told = all_gather_objects(own, worker.world_size)
         parts = [part for one in told for part in one.parts]
         _refuse_missing_entries(job, {entry for one in told for entry in one.entries})
         _refuse_missing_parts(told[0].recorded, parts, job)
@@ -103,18 +101,9 @@ def assign_rows_to_parts(trainer: Trainer, data: BatchedDataset, *, couples_rows
     if data.is_spread and data.is_interleaved:
         modules = trainer.state.parallel_model.modules()
         couples_rows |= any(isinstance(module, GroupedBatchNorm | TopKRouter) for module in modules)
-        found: list[Any] = [couples_rows] * trainer.plan.world_size
-        dist.all_gather_object(found, couples_rows)  # stages of a pipeline have different modules
-        data.keeps_row_order = any(found)
+        # Stages of a pipeline have different modules.
+        data.keeps_row_order = any(all_gather_objects(couples_rows, trainer.plan.world_size))
     trainer.message(data.describe_placement(trainer.plan, trainer.job.train.global_batch))
-
-
-def _exchange(own: _RankParts, worker: WorkerContext) -> list[_RankParts]:
-    if worker.world_size == 1:
-        return [own]
-    told: list[Any] = [None] * worker.world_size
-    dist.all_gather_object(told, own)
-    return told
 
 
 def _start_server(data: PartedDataset, worker: WorkerContext, secret: bytes) -> BatchServer:

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from wanma.collectives.measurement.node_links import NodeLink, measure_links, slow_links, slow_nodes
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.hardware.checks.device_check import DeviceHealth, check_device
 from wanma.job.errors import HealthCheckError
 from wanma.job.plan.plan import Plan
@@ -58,13 +58,9 @@ def check_cluster(local_health: DeviceHealth, cluster: ClusterSection, worker: W
         HealthCheckError: the network of this node is much slower than the others'.
     """
     began = time.perf_counter()
-    hosts: list[str] = [socket.gethostname()] * worker.world_size
-    device_health: list[DeviceHealth] = [local_health] * worker.world_size
+    answers = all_gather_objects((socket.gethostname(), local_health), worker.world_size)
+    hosts, device_health = [host for host, _ in answers], [device for _, device in answers]
     links: list[NodeLink] = []
-    if worker.world_size > 1:
-        answers: list[Any] = [None] * worker.world_size
-        dist.all_gather_object(answers, (hosts[0], local_health))
-        hosts, device_health = [host for host, _ in answers], [device for _, device in answers]
     if len(worker.local_world_sizes) > 1:
         links = measure_links(worker.rank, worker.local_world_sizes)
     firsts = [sum(worker.local_world_sizes[:node]) for node in range(len(worker.local_world_sizes))]

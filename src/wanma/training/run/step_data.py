@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.data.batch import Batch, find_nonfinite_samples
 from wanma.data.cache.node_cache import process_traffic
 from wanma.data.datasets.dataset import BatchedDataset
@@ -173,7 +172,9 @@ class StepData:
         if count == self._gathered_count or count + files <= self._limit:
             return
         self._gathered_count = count
-        places = _join_places(self._bad_places if self._writes else set(), self._world_size)
+        places = set[str]().union(
+            *all_gather_objects(self._bad_places if self._writes else set(), self._world_size)
+        )
         if len(places) + files > self._limit:
             file_text = f" and {files} whole files" if files else ""
             # Not a failure of a rank: a restart would count the same samples again.
@@ -215,12 +216,3 @@ class StepData:
             groups.setdefault(group, {})[name] = amount
         self._traffic.clear()
         return groups
-
-
-def _join_places(places: set[str], world_size: int) -> set[str]:
-    """Return the places of all ranks, each once."""
-    if world_size == 1:
-        return places
-    found: list[set[str]] = [set()] * world_size
-    dist.all_gather_object(found, places)
-    return set().union(*found)

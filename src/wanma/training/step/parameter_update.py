@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.collectives.object_all_gather import all_gather_objects
 from wanma.job.errors import WanmaError, first_names
 from wanma.job.sections.train import TrainSection
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
@@ -290,9 +291,7 @@ def describe_non_finite(
         not bool(torch.isfinite(share)),
         non_finite_sample_names,
     )
-    verdicts = [local_verdict] * parallel_mesh.plan.world_size
-    if parallel_mesh.plan.world_size > 1:
-        dist.all_gather_object(verdicts, local_verdict)
+    verdicts = all_gather_objects(local_verdict, parallel_mesh.plan.world_size)
     by_loss = [rank for rank, (loss_broke, _, _) in enumerate(verdicts) if loss_broke]
     by_gradient = [rank for rank, (_, gradient_broke, _) in enumerate(verdicts) if gradient_broke]
     ranks = by_loss or by_gradient
@@ -312,9 +311,7 @@ def describe_missing_targets(parallel_mesh: ParallelMesh, sample_names: list[str
         parallel_mesh: device meshes of the plan.
         sample_names: names of this rank's samples.
     """
-    names = [sample_names] * parallel_mesh.plan.world_size
-    if parallel_mesh.plan.world_size > 1:
-        dist.all_gather_object(names, sample_names)
+    names = all_gather_objects(sample_names, parallel_mesh.plan.world_size)
     return f"no sample of the global batch has a target: {_list_samples(names)}"
 
 
