@@ -27,7 +27,7 @@ def measure_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> dict
     from wanma.models.model_spec import apply_freezing_to_spec
     from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
-    from wanma.training.loss.loss_functions import cross_entropy_loss
+    from wanma.training.loss.loss_functions import CrossEntropy
     from wanma.training.optimizer.named_optimizer import build_optimizer
     from wanma.training.step.forward_backward import ForwardBackward
 
@@ -43,7 +43,7 @@ def measure_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> dict
         parallel.initialize_parameters()
         module = parallel.module
         updater = build_optimizer(dict(module.named_parameters()), parsed.train, plan, roles=parallel.roles)
-        run = ForwardBackward(parallel, parsed, plan, grid, cross_entropy_loss)
+        run = ForwardBackward(parallel, plan, grid, CrossEntropy(classes_last=True))
         groups = [
             m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)
         ]
@@ -103,7 +103,7 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     from wanma.models.model_spec import build_model
     from wanma.parallel.memory.recompute import apply_recompute
     from wanma.parallel.precision.autocast import PRECISION_DTYPES
-    from wanma.training.loss.loss_functions import cross_entropy_loss
+    from wanma.training.loss.loss_functions import CrossEntropy
 
     parsed = Job.model_validate(job)
     data, spec = _open(parsed)
@@ -114,7 +114,7 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     batch = data.batch(range(plan.micro_batch))
     losses: list[Any] = []
     return held_after(
-        lambda: losses.append(cross_entropy_loss(model(*batch.inputs, **batch.keywords), batch))
+        lambda: losses.append(CrossEntropy(classes_last=True)(model(*batch.inputs, **batch.keywords), batch))
     )
 
 
@@ -123,7 +123,7 @@ def kept_by_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> int:
     from wanma.models.model_spec import apply_freezing_to_spec
     from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
-    from wanma.training.loss.loss_functions import cross_entropy_loss
+    from wanma.training.loss.loss_functions import CrossEntropy
     from wanma.training.step.forward_backward import ForwardBackward
 
     parsed = Job.model_validate(job)
@@ -131,7 +131,7 @@ def kept_by_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> int:
         data, spec = _open(parsed)
         parallel = parallelize(apply_freezing_to_spec(spec, parsed.train.parameter_groups), plan, grid, 1)
         parallel.initialize_parameters()
-        run = ForwardBackward(parallel, parsed, plan, grid, cross_entropy_loss)
+        run = ForwardBackward(parallel, plan, grid, CrossEntropy(classes_last=True))
         batch = data.batch(range(plan.micro_batch))
         run.losses(batch)  # gathers the weights, which are no activations
         losses: list[Any] = []

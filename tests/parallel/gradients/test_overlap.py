@@ -22,12 +22,11 @@ from support.traced import trace_only
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job
 from wanma.models.model_spec import ModelSpec, wrap_module
 from wanma.parallel.gradients.gradient_reducer import GradientReducer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
 from wanma.parallel.parallelize import ParallelModel, parallelize
-from wanma.training.loss.loss_functions import cross_entropy_loss
+from wanma.training.loss.loss_functions import CrossEntropy
 from wanma.training.step.forward_backward import ForwardBackward
 
 LENGTH, VOCABULARY, ROWS, MICRO_BATCHES = 16, 64, 2, 3
@@ -235,7 +234,7 @@ def step_gradients(
     grid = replace(grid, plan=plan)
     parallel = parallelize(spec, plan, grid, 1)
     parallel.initialize_parameters()
-    run = ForwardBackward(parallel, Job.model_validate({"model": DECODER}), plan, grid, cross_entropy_loss)
+    run = ForwardBackward(parallel, plan, grid, CrossEntropy(classes_last=True))
     begun.clear()
     run(batches, 1.0)
     return gradients_of(parallel), sum(begun)

@@ -32,7 +32,7 @@ from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
 from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel, local_kv_heads
 from wanma.training.loss.cross_entropy import cross_entropy_sum
-from wanma.training.loss.loss_functions import cross_entropy_loss
+from wanma.training.loss.loss_functions import CrossEntropy
 
 DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2}
 QWEN_2_5 = {
@@ -257,10 +257,10 @@ def train_once(worker: WorkerContext, plan: Plan) -> Once:
 
         with Largest() as largest:
             logits = forward()
-            cross_entropy_loss(logits, batch)[0].backward()
+            CrossEntropy(classes_last=True)(logits, batch)[0].backward()
         with CommDebugMode() as in_forward:
             again = forward()
-        loss, _ = cross_entropy_loss(again, batch)
+        loss, _ = CrossEntropy(classes_last=True)(again, batch)
         with CommDebugMode() as in_backward:
             loss.backward()
         with CommDebugMode() as in_end:

@@ -16,13 +16,12 @@ from support.text import text_spec
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job
 from wanma.models.model_spec import ModelSpec
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
 from wanma.parallel.profiling.collective_counter import CollectiveCounter
 from wanma.training.loop.dry_run import DryRunResult, dry_run
-from wanma.training.loss.loss_functions import cross_entropy_loss
+from wanma.training.loss.loss_functions import CrossEntropy
 from wanma.training.step.forward_backward import ForwardBackward
 
 LENGTH, MICRO_BATCHES = 32, 3
@@ -69,12 +68,11 @@ def _key(collective: Any) -> tuple[str, tuple[int, ...], int]:
 
 def _real_step(worker: WorkerContext, plan: Plan) -> tuple[Counter[Any], int]:
     """The second step of this rank: the first also finds out shapes."""
-    job = Job.model_validate({"model": MODEL})
     # What goes over shared memory is not dispatched by torch, and so not recorded.
     with open_mesh(worker, plan, 60, "gloo") as grid:
         parallel = parallelize(_spec(), plan, grid, 1)
         parallel.initialize_parameters()
-        run = ForwardBackward(parallel, job, plan, grid, cross_entropy_loss)
+        run = ForwardBackward(parallel, plan, grid, CrossEntropy(classes_last=True))
         rows = plan.micro_batch
         tokens = torch.randint(64, (rows, LENGTH), generator=torch.Generator().manual_seed(worker.rank))
         batch = Batch((tokens,), tokens, torch.arange(rows), torch.ones(rows, dtype=torch.bool))

@@ -16,7 +16,7 @@ from wanma.data.datasets.dataset import make_batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.training.loss.cross_entropy import cross_entropy_sum
-from wanma.training.loss.loss_functions import CrossEntropy, correct_count, cross_entropy_loss, wrap_user_loss
+from wanma.training.loss.loss_functions import CrossEntropy, correct_count, wrap_user_loss
 from wanma.training.loss.target_counting import sum_and_count_losses
 from wanma.training.loss.validation_metrics import class_accuracy
 
@@ -34,7 +34,7 @@ def batch(targets: torch.Tensor, real: list[bool] | None = None) -> Batch:
 def test_ignored_targets_count_neither_in_the_sum_nor_in_the_number() -> None:
     logits = torch.randn(2, 3, 5)
     targets = torch.tensor([[1, IGNORE_INDEX, 2], [0, 4, IGNORE_INDEX]])
-    loss, count = cross_entropy_loss(logits, batch(targets))
+    loss, count = CrossEntropy(classes_last=True)(logits, batch(targets))
     kept = targets.flatten() != IGNORE_INDEX
     expected = F.cross_entropy(logits.flatten(0, 1)[kept], targets.flatten()[kept], reduction="sum")
     assert loss.item() == pytest.approx(expected.item())
@@ -75,12 +75,16 @@ def test_a_users_loss_is_given_targets_in_their_own_dtype() -> None:
 
 
 def test_low_precision_logits_are_summed_in_fp32() -> None:
-    loss, _ = cross_entropy_loss(torch.randn(1, 2, 5).bfloat16(), batch(torch.zeros(1, 2, dtype=torch.int64)))
+    loss, _ = CrossEntropy(classes_last=True)(
+        torch.randn(1, 2, 5).bfloat16(), batch(torch.zeros(1, 2, dtype=torch.int64))
+    )
     assert loss.dtype == torch.float32
 
 
 def test_double_logits_stay_double() -> None:
-    loss, _ = cross_entropy_loss(torch.randn(1, 2, 5).double(), batch(torch.zeros(1, 2, dtype=torch.int64)))
+    loss, _ = CrossEntropy(classes_last=True)(
+        torch.randn(1, 2, 5).double(), batch(torch.zeros(1, 2, dtype=torch.int64))
+    )
     assert loss.dtype == torch.float64
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from wanma.data.batch import Batch
-from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
 from wanma.models.keyed_random.forward_draws import RandomDraws
 from wanma.parallel.profiling.compute_timer import ComputeTimer
-from wanma.training.loss.loss_functions import cross_entropy_loss
+from wanma.training.loss.loss_functions import CrossEntropy
 from wanma.training.step.forward_backward import ForwardBackward
 
 
@@ -25,7 +24,7 @@ def test_the_logits_are_gone_when_backward_has_left_the_head() -> None:
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         seen.append(weakref.ref(output.untyped_storage()))
-        return cross_entropy_loss(output, batch)
+        return CrossEntropy(classes_last=True)(output, batch)
 
     # The first layer's gradient comes after the head's.
     model[0].weight.register_hook(lambda _: alive.append(seen[-1]() is not None))
@@ -41,8 +40,7 @@ def test_the_logits_are_gone_when_backward_has_left_the_head() -> None:
     )
     plan = Plan(micro_batch=2)
     grid = SimpleNamespace(plan=plan, rank=0, device=torch.device("cpu"), contributes_loss=True)
-    job = to_job({"model": {"family": "decoder", "layers": 1, "hidden": 8, "heads": 1}})
-    step = ForwardBackward(parallel, job, plan, grid, loss)  # type: ignore[arg-type]  # what it uses of them
+    step = ForwardBackward(parallel, plan, grid, loss)  # type: ignore[arg-type]  # what it uses of them
     batches = [
         Batch(
             inputs=(torch.randn(2, 4),),

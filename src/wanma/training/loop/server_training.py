@@ -134,7 +134,7 @@ class ServerWorker:
         self._job, self._targets_per_sample = request.job, data.targets_per_sample
         self.plan = request.plan if servers.mode == "synchronous" else alone
         """Plan by which the worker computes its part of a global batch."""
-        self._data_rank = worker.rank if servers.mode == "synchronous" else 0
+        data_rank = worker.rank if servers.mode == "synchronous" else 0
         self.tables = WorkerTables(torch.nn.Module())
 
         def build_module() -> torch.nn.Module:
@@ -157,31 +157,20 @@ class ServerWorker:
         self.identity = f"{data.fingerprint} {data.order_identity} {buffers}"
         """Identity of what all workers must have alike."""
         loss = build_loss(request, spec, data, self._model, mesh.device)
-        self._forward_backward = ForwardBackward(self._model, request.job, alone, mesh, loss)
+        self._forward_backward = ForwardBackward(self._model, alone, mesh, loss)
         self._gatherer = GlobalBatchGatherer(mesh, request.job.train.global_batch)
         schedule = load_user_optimization(request.job.train, request.user_objects).schedule
         self._learning_rate_at = learning_rate_function(request.job.train, schedule)
         self._last_step = -2
-        section, train = request.job.data, request.job.train
         bad_samples = RunDirectory(worker.run_directory).bad_samples(worker.rank)
         self.message: Callable[[str, str], None] = lambda _text, _level: None
         """Function (text, level) that shows the user a message; of the chief, its trainer's."""
         self.step_data = StepData(
-            bad_samples, mesh, lambda text, level: self.message(text, level), section, worker
+            bad_samples, mesh, lambda text, level: self.message(text, level), request.job.data, worker
         )
         if worker.local_rank == 0 and worker.restart is None:  # requests before the first start
             self.step_data.add_traffic(request.prepared_traffic)
-        self._loader = StepLoader(
-            data,
-            self.plan,
-            train,
-            self._data_rank,
-            start_step=0,
-            prefetch=section.prefetch,
-            threads=section.worker_count,
-            pin_memory=alone.device == "cuda",
-            prefetch_bytes=section.prefetch_bytes,
-        )
+        self._loader = StepLoader.of_job(request.job, data, self.plan, data_rank, 0)
 
     def __enter__(self) -> ServerWorker:
         return self
@@ -345,7 +334,7 @@ class Chief:
         metrics = build_metrics(request, data, loss)
         standard = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
         check_validation_keys(request.job, (*standard, *metrics.names), data.validation_samples)
-        forward_backward = ForwardBackward(parallel, request.job, plan, mesh, loss, metrics)
+        forward_backward = ForwardBackward(parallel, plan, mesh, loss, metrics)
         gatherer = GlobalBatchGatherer(mesh, request.job.train.global_batch)
         self._validate = partial(
             validate, self.trainer, data, forward_backward.evaluate, gatherer, lambda: metrics.names

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -356,17 +356,8 @@ class Session:
 
     def _batches(self, trainer: Trainer, data: BatchedDataset) -> Generator[Batch, None, None]:
         progress = self.worker.supervisor_client.report_progress
-        self._loader = loader = StepLoader(
-            data,
-            trainer.plan,
-            self.job.train,
-            self.parallel_mesh.data_rank,
-            start_step=trainer.state.step,
-            prefetch=self.job.data.prefetch,
-            threads=self.job.data.worker_count,
-            pin_memory=self.plan.device == "cuda",
-            prefetch_bytes=self.job.data.prefetch_bytes,
-        )
+        rank = self.parallel_mesh.data_rank
+        self._loader = loader = StepLoader.of_job(self.job, data, trainer.plan, rank, trainer.state.step)
         with share_reading(trainer, data), loader:
             steps = iter(loader)
             while not trainer.state.is_over(self.job.train) and not self._is_drain_requested:
@@ -426,21 +417,17 @@ class Session:
         trainer.finish("finished" if trainer.state.is_over(self.job.train) else "interrupted")
 
 
+@dataclass
 class _CurrentMicroBatch:
     """Current micro-batch of the user's loop."""
 
-    def __init__(
-        self,
-        step: StepBatches,
-        batch: Batch,
-        is_last: bool,
-        loss_sum: Tensor,
-        targets: Tensor,
-        forward: KeyedForward,
-    ) -> None:
-        self.step, self.batch, self.is_last, self.forward = step, batch, is_last, forward
-        self.loss_sum, self.targets = loss_sum, targets
-        self.is_done = False
+    step: StepBatches
+    batch: Batch
+    is_last: bool
+    loss_sum: Tensor
+    targets: Tensor
+    forward: KeyedForward
+    is_done: bool = False
 
 
 def _checked(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -147,7 +147,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             check_validation_keys(job, (*standard_metrics, *metrics.names), data.validation_samples)
             if idle := unused_validation_keys_note(job, data.validation_samples, has_user_metrics(request)):
                 trainer.message(idle, "warning")
-            forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
+            forward_backward = ForwardBackward(parallel, plan, grid, loss, metrics)
             gathering = GlobalBatchGatherer(grid, job.train.global_batch)
             check_user_code(trainer, request, spec, data, forward_backward, gathering)
             return run_training_loop(trainer, data, forward_backward, gathering)

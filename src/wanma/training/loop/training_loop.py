@@ -51,17 +51,7 @@ def run_training_loop(
     outcome = "finished"
     names = forward_backward.metrics.names
     measure = partial(validate, trainer, data, forward_backward.evaluate, gatherer, lambda: names)
-    loader = StepLoader(
-        data,
-        trainer.plan,
-        job.train,
-        trainer.parallel_mesh.data_rank,
-        start_step=state.step,
-        prefetch=job.data.prefetch,
-        threads=job.data.worker_count,
-        pin_memory=trainer.plan.device == "cuda",
-        prefetch_bytes=job.data.prefetch_bytes,
-    )
+    loader = StepLoader.of_job(job, data, trainer.plan, trainer.parallel_mesh.data_rank, state.step)
     with share_reading(trainer, data, couples_rows=gatherer.is_used), loader, phases.phase("host"):
         batches = iter(loader)
         while not state.is_over(job.train):

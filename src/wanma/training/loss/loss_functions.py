@@ -125,11 +125,6 @@ class CrossEntropy:
         return logits if last else logits.movedim(1, -1)
 
 
-def cross_entropy_loss(output: Any, batch: Batch, *, overwrite_logits: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the loss of `CrossEntropy` for logits whose classes are the last dim."""
-    return CrossEntropy(overwrite_logits, classes_last=True)(output, batch)
-
-
 def squared_error(output: Any, targets: Tensor) -> Tensor:
     """Return one squared error per target: the loss of tables whose target is a number.
 

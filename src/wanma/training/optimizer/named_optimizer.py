@@ -81,7 +81,7 @@ class NamedOptimizer:
     ):
         self.parameters = {name: parameters[name] for name in rules}
         self._user_optimizer = user_optimizer
-        self._table_optimizers = table_optimizers
+        self.table_optimizers = table_optimizers
         self.tied_copies = tied_copies
         self._state_offload = state_offload
         self._update_count = 0
@@ -132,11 +132,11 @@ class NamedOptimizer:
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        for table_optimizer in self._table_optimizers:
+        for table_optimizer in self.table_optimizers:
             table_optimizer.embedding.reset_gradients()
 
     def _table_gradients(self) -> list[TableGradient]:
-        gradients = [table_optimizer.embedding.gradient for table_optimizer in self._table_optimizers]
+        gradients = [table_optimizer.embedding.gradient for table_optimizer in self.table_optimizers]
         return [gradient for gradient in gradients if gradient is not None]
 
     def step(self, learning_rate: float) -> None:
@@ -148,7 +148,7 @@ class NamedOptimizer:
         )
         self._step_optimizers()
         self._update_count += 1
-        for table_optimizer in self._table_optimizers:
+        for table_optimizer in self.table_optimizers:
             table_optimizer.step(learning_rate, self._update_count)
 
     def preallocate_state(self) -> None:
@@ -218,11 +218,6 @@ class NamedOptimizer:
             if isinstance(value, Tensor) and not is_implied:
                 tensors[f"{name}.{key}"] = value
         return tensors
-
-    @property
-    def table_optimizers(self) -> Sequence[TableOptimizer]:
-        """Optimizers of embedding tables that data ranks share."""
-        return self._table_optimizers
 
     def attribute_state(self) -> list[dict[str, Any]]:
         """Return what has changed beside the state of parameters, of each of the user's optimizers.
@@ -335,7 +330,7 @@ class NamedOptimizer:
                         yield name, key, wrap_local(value, self.parameters[name])
                     else:
                         yield name, key, value
-        for table_optimizer in self._table_optimizers:
+        for table_optimizer in self.table_optimizers:
             yield from table_optimizer.state_entries()
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from wanma.data.batch import IGNORE_INDEX, Batch, concatenate_padded
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job
 from wanma.models.keyed_random.forward_draws import KeyedForward
 from wanma.models.layers.router import TopKRouter, set_auxiliary_loss_scale
 from wanma.models.user_modules.forward_error import forward_error
@@ -41,7 +40,6 @@ class ForwardBackward:
     def __init__(
         self,
         parallel_model: ParallelModel,
-        job: Job,
         plan: Plan,
         parallel_mesh: ParallelMesh,
         loss: LossFunction,
@@ -51,7 +49,6 @@ class ForwardBackward:
         """Metrics that `evaluate` computes beside the loss."""
         self._parallel_model = parallel_model
         self._plan = plan
-        self._job = job
         self._parallel_mesh = parallel_mesh
         self._loss = loss
         self._check_foreign_weights = not isinstance(loss, CrossEntropy | SampleClassificationLoss)
