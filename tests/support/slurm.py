@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from wanma.elastic.workers.linux_processes import process_start_time
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare")
 BRIDGE = "wanmaslurm"
 SUBNET = "10.78.7"
@@ -89,9 +91,11 @@ class SlurmCluster:
         """Kill everything on a node at once, as a loss of power does.
 
         All stop first: srun has a second process that cancels the step on all nodes if it outlives the first.
+        Children die before their parents: the kernel wakes stopped ones that a parent's death orphans.
         """
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in self.processes(node):
+            processes = sorted(self.processes(node), key=lambda pid: (process_start_time(pid) or 0, pid))
+            for process in processes if number == signal.SIGSTOP else reversed(processes):
                 with suppress(ProcessLookupError):
                     os.kill(process, number)
         self.daemons[node].wait()
